@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The YAML edge: `run.yaml` and search spaces, checked by pydantic, with errors that name file, line and key. No torch.
+
+The recipe (what the result depends on) is everything but `machine`, which says how this machine makes it.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from puzzle.costs import Scenario, Target
+from puzzle.errors import ConfigError, did_you_mean
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class Section(BaseModel):
+    """A mapping of the YAML: unknown keys are errors, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _layer_range(value: Any) -> Any:
+    """`"0-3"`, `5` or a list of layers, as a list of layers."""
+    if isinstance(value, int):
+        return [value]
+    if isinstance(value, str):
+        first, _, last = value.partition("-")
+        if not (first.strip().isdigit() and (last.strip() or first).strip().isdigit()):
+            raise ValueError(f"{value!r} is not a layer range such as '0-3'")
+        layers = list(range(int(first), int(last or first) + 1))
+        if not layers:
+            raise ValueError(f"the layer range {value!r} is empty")
+        return layers
+    return value
+
+
+class LayerRule(Section):
+    """Other variants for some layers; a subblock that is left out keeps the general list."""
+
+    layers: Annotated[list[int], BeforeValidator(_layer_range)] = Field(
+        min_length=1, description="a layer, a range such as 0-3, or a list of layers"
+    )
+    attention: list[str] | None = Field(None, min_length=1, description="variants allowed there")
+    ffn: list[str] | None = Field(None, min_length=1, description="variants allowed there")
+
+
+class SearchSpace(Section):
+    """The variants each layer may choose from. `parent` is always among them."""
+
+    attention: list[str] = Field(
+        min_length=1, description="parent, kv2 (a count), kv/4 (a share of the parent's KV heads), linear, no_op"
+    )
+    ffn: list[str] = Field(
+        min_length=1, description="parent, ffn768 (a width), 50% (a share of the parent's), linear, no_op"
+    )
+    multiple_of: int = Field(32, ge=1, description="FFN widths given as a share are rounded to a multiple of this")
+    rules: list[LayerRule] = Field([], description="other variants for some layers; later rules win")
+    serve_with: Literal["transformers", "vllm", "llama.cpp"] = Field(
+        "transformers", description="drop the variants that this runtime cannot load"
+    )
+
+
+class DataConfig(Section):
+    """The text, and how many tokens each purpose gets. The splits share no document."""
+
+    source: str = Field("python-docs", description="python-docs, a Hugging Face dataset, or a txt/jsonl/parquet file")
+    subset: str | None = Field(None, description="the dataset's configuration name")
+    split: str = Field("train", description="the dataset's split")
+    text_column: str = Field("text", description="the column that holds the text")
+    seq_length: int = Field(256, ge=8, description="tokens per packed sequence")
+    calibration_tokens: int = Field(16_384, gt=0, description="for importance and closed forms")
+    training_tokens: int = Field(131_072, gt=0, description="for local distillation and healing, read in order")
+    scoring_tokens: int = Field(2_048, gt=0, description="for replacement scores")
+    validation_tokens: int = Field(16_384, gt=0, description="for every figure in the report")
+
+
+class BLDConfig(Section):
+    """Blockwise local distillation."""
+
+    tokens: int = Field(16_384, ge=0, description="training tokens each variant sees; 0 keeps the closed forms")
+    batch_tokens: int = Field(1_024, gt=0, description="tokens per optimiser step")
+    learning_rate: float = Field(1e-3, gt=0, description="peak of the cosine schedule (AdamW)")
+    warmup: float = Field(0.05, ge=0, le=1, description="share of the steps")
+    weight_decay: float = Field(0.0, ge=0)
+
+
+class LibraryConfig(Section):
+    """How variants get their weights."""
+
+    importance: Literal["fisher", "contribution"] = Field("fisher", description="what ranks FFN channels")
+    ridge: list[float] = Field(
+        [1e-6, 1e-4, 1e-3, 1e-2, 1e-1],
+        min_length=1,
+        description="strengths tried for the closed forms, relative to the mean second moment",
+    )
+    bld: BLDConfig = BLDConfig()
+
+
+class ScenarioConfig(Section):
+    """The workload that costs are measured under."""
+
+    batch: int = Field(1, gt=0, description="sequences at once")
+    prompt: int = Field(128, gt=0, description="prompt tokens per sequence")
+    generated: int = Field(128, gt=0, description="generated tokens per sequence")
+    dtype: Dtype | Literal["auto"] = Field("auto", description="weights and cache while serving; auto: compute_dtype")
+
+    def scenario(self, compute_dtype: str, device: str) -> Scenario:
+        dtype = compute_dtype if self.dtype == "auto" else self.dtype
+        return Scenario(self.batch, self.prompt, self.generated, dtype, device)
+
+
+class MeasureConfig(Section):
+    """How latencies are measured."""
+
+    warmup: int = Field(2, ge=0, description="rounds thrown away")
+    repeats: int = Field(7, gt=0, description="rounds kept; the median counts")
+    decode_steps: int = Field(8, gt=0, description="decode steps per round")
+
+
+class SearchConfig(Section):
+    """The mixed-integer program."""
+
+    solver: Literal["highs", "cbc"] = "highs"
+    time_limit: float = Field(60.0, gt=0, description="seconds per solve")
+    points: int = Field(9, ge=0, description="points of the Pareto sweep; 0 for none")
+
+
+class HealingConfig(Section):
+    """Global knowledge distillation."""
+
+    tokens: int = Field(131_072, ge=0, description="training tokens; 0 for no healing")
+    batch_tokens: int = Field(1_024, gt=0, description="tokens per optimiser step")
+    learning_rate: float = Field(3e-4, gt=0, description="peak of the cosine schedule (AdamW)")
+    warmup: float = Field(0.05, ge=0, le=1, description="share of the steps")
+    weight_decay: float = Field(0.0, ge=0)
+    kl_weight: float = Field(1.0, ge=0, description="KL(parent || child) on the logits")
+    cosine_weight: float = Field(1.0, ge=0, description="mean cosine distance of the layers' hidden states")
+    lm_weight: float = Field(0.0, ge=0, description="next-token loss; the paper found that it hurts")
+    temperature: float = Field(1.0, gt=0, description="of the KL loss")
+    evaluations: int = Field(4, gt=0, description="points of the held-out curve; a checkpoint is saved at each")
+
+
+class MachineConfig(Section):
+    """How this machine does the work; nothing here changes the result beyond rounding."""
+
+    device: str = Field("auto", description="cpu, cuda, cuda:1, mps; auto takes the first there is")
+    threads: int | None = Field(None, gt=0, description="CPU threads; default: all cores")
+
+
+class RunConfig(Section):
+    """Everything a run needs. The file RUN/run.yaml holds it with the defaults filled in."""
+
+    parent: str = Field(description="a Hugging Face folder or hub name")
+    search_space: SearchSpace
+    targets: list[str] = Field(min_length=1, description="such as throughput>=1.5x, memory<=6GiB")
+    data: DataConfig = DataConfig()
+    library: LibraryConfig = LibraryConfig()
+    scenario: ScenarioConfig = ScenarioConfig()
+    measure: MeasureConfig = MeasureConfig()
+    search: SearchConfig = SearchConfig()
+    healing: HealingConfig = HealingConfig()
+    compute_dtype: Dtype | Literal["auto"] = Field(
+        "auto", description="training arithmetic; auto: bfloat16 where the hardware has it. Judging is always float32"
+    )
+    sample_prompt: str = Field("The difference between a list and a tuple is", description="continued in the report")
+    seed: int = Field(0, ge=0)
+    name: str = Field("child", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="folder name of the child")
+    machine: MachineConfig = MachineConfig()
+
+    @field_validator("targets")
+    @classmethod
+    def _targets_parse(cls, targets: list[str]) -> list[str]:
+        for target in targets:
+            Target.parse(target)
+        return targets
+
+    def recipe(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude={"machine"})
+
+
+Model = TypeVar("Model", bound=Section)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping.
+
+    Raises:
+        ConfigError: no such file, not YAML, or not a mapping.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read ({reason})") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{where}: not valid YAML ({getattr(error, 'problem', error)})") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a mapping of keys to values is expected")
+    return data
+
+
+def validate(model: type[Model], data: dict[str, Any], source: str | Path) -> Model:
+    """Turn YAML data into a config section.
+
+    Raises:
+        ConfigError: one sentence on the first thing that is wrong, with file, line and key.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{_place(source, first['loc'])}: {_complaint(model, first)}") from None
+
+
+def _complaint(model: type[BaseModel], error: Any) -> str:
+    key = str(error["loc"][-1])
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{did_you_mean(key, _known_keys(model, error['loc'][:-1]))}"
+    if error["type"] == "missing":
+        return f"the key {key!r} is missing"
+    message = error["msg"].removeprefix("Value error, ")
+    if isinstance(error.get("ctx", {}).get("error"), ConfigError):
+        return message
+    return f"{message[0].lower()}{message[1:]} (found {error['input']!r})"
+
+
+def _known_keys(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return list(model.model_fields)
+
+
+def _place(source: str | Path, loc: tuple[Any, ...]) -> str:
+    """`file, line 7, data.seq_length`, the line only where the source is a file that has the key."""
+    key = ".".join(str(part) for part in loc)
+    line = None
+    if isinstance(source, Path) and source.is_file():
+        node = yaml.compose(source.read_text(encoding="utf-8"))
+        for part in loc:
+            if isinstance(node, yaml.MappingNode):
+                found = [(k, v) for k, v in node.value if k.value == part]
+                if not found:
+                    break
+                line, node = found[0][0].start_mark.line + 1, found[0][1]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+                node = node.value[part]
+                line = node.start_mark.line + 1
+    return ", ".join(str(p) for p in (source, f"line {line}" if line else "", key) if p)
+
+
+def load_search_space(path: Path) -> SearchSpace:
+    return validate(SearchSpace, read_yaml(path), path)
