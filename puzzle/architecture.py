@@ -40,6 +40,11 @@ class AttentionConfig:
     linear: bool = False
     no_op: bool = False
 
+    @property
+    def name(self) -> str:
+        """Its variant's name, `kv2` also where the parent itself has two KV heads."""
+        return "no_op" if self.no_op else "linear" if self.linear else f"kv{self.num_kv_heads}"
+
 
 @dataclass(frozen=True)
 class FFNConfig:
@@ -48,6 +53,11 @@ class FFNConfig:
     intermediate_size: int | None = None
     linear: bool = False
     no_op: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its variant's name, `ffn768` also where that is the parent's own width."""
+        return "no_op" if self.no_op else "linear" if self.linear else f"ffn{self.intermediate_size}"
 
 
 SubblockConfig = AttentionConfig | FFNConfig
@@ -145,3 +155,35 @@ def fingerprint(value: Any) -> str:
 def plain(value: Any) -> dict[str, Any]:
     """A dataclass as JSON-ready data, without the fields that are `None` or `False`."""
     return {k: v for k, v in asdict(value).items() if v is not None and v is not False}
+
+
+def subblock_params(config: SubblockConfig, shape: ModelShape) -> int:
+    """Parameters of one subblock with its norm; a no-op has none."""
+    hidden = shape.hidden_size
+    if config.no_op:
+        return 0
+    if config.linear:
+        return hidden * hidden + hidden
+    if isinstance(config, FFNConfig):
+        assert config.intermediate_size is not None
+        width = config.intermediate_size
+        return 3 * hidden * width + (2 * width + hidden) * shape.mlp_bias + hidden
+    assert config.num_kv_heads is not None
+    query, kv = shape.num_heads * shape.head_dim, config.num_kv_heads * shape.head_dim
+    weights = hidden * (query + 2 * kv) + query * hidden
+    biases = (query + 2 * kv) * shape.attention_bias + hidden * shape.attention_output_bias
+    return weights + biases + shape.extra_attention_params + hidden
+
+
+def kv_values_per_token(config: SubblockConfig, shape: ModelShape) -> int:
+    """Numbers the KV cache holds per token of one sequence, keys and values both."""
+    if isinstance(config, FFNConfig) or config.linear or config.no_op:
+        return 0
+    assert config.num_kv_heads is not None
+    return 2 * config.num_kv_heads * shape.head_dim
+
+
+def outer_params(shape: ModelShape) -> int:
+    """Parameters outside the layers: embedding, head (once where tied), final norm."""
+    embedding = shape.vocab_size * shape.hidden_size
+    return embedding * (1 if shape.tied_embeddings else 2) + shape.hidden_size

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from puzzle.costs import Scenario, Target
 from puzzle.errors import ConfigError, did_you_mean
@@ -107,10 +107,6 @@ class ScenarioConfig(Section):
     generated: int = Field(128, gt=0, description="generated tokens per sequence")
     dtype: Dtype | Literal["auto"] = Field("auto", description="weights and cache while serving; auto: compute_dtype")
 
-    def scenario(self, compute_dtype: str, device: str) -> Scenario:
-        dtype = compute_dtype if self.dtype == "auto" else self.dtype
-        return Scenario(self.batch, self.prompt, self.generated, dtype, device)
-
 
 class MeasureConfig(Section):
     """How latencies are measured."""
@@ -140,13 +136,14 @@ class HealingConfig(Section):
     cosine_weight: float = Field(1.0, ge=0, description="mean cosine distance of the layers' hidden states")
     lm_weight: float = Field(0.0, ge=0, description="next-token loss; the paper found that it hurts")
     temperature: float = Field(1.0, gt=0, description="of the KL loss")
+    gradient_accumulation: int = Field(1, gt=0, description="parts a step is cut into, to save memory")
+    gradient_checkpointing: bool = Field(False, description="compute activations again for the backward pass, likewise")
     evaluations: int = Field(4, gt=0, description="points of the held-out curve; a checkpoint is saved at each")
 
 
 class MachineConfig(Section):
     """How this machine does the work; nothing here changes the result beyond rounding."""
 
-    device: str = Field("auto", description="cpu, cuda, cuda:1, mps; auto takes the first there is")
     threads: int | None = Field(None, gt=0, description="CPU threads; default: all cores")
 
 
@@ -162,6 +159,7 @@ class RunConfig(Section):
     measure: MeasureConfig = MeasureConfig()
     search: SearchConfig = SearchConfig()
     healing: HealingConfig = HealingConfig()
+    device: str = Field("auto", description="cpu, cuda, cuda:1, mps; auto takes the first there is")
     compute_dtype: Dtype | Literal["auto"] = Field(
         "auto", description="training arithmetic; auto: bfloat16 where the hardware has it. Judging is always float32"
     )
@@ -176,6 +174,22 @@ class RunConfig(Section):
         for target in targets:
             Target.parse(target)
         return targets
+
+    @model_validator(mode="after")
+    def _enough_training_tokens(self) -> "RunConfig":
+        if self.library.bld.tokens > self.data.training_tokens:
+            raise ValueError(
+                f"library.bld.tokens ({self.library.bld.tokens}) is more than data.training_tokens "
+                f"({self.data.training_tokens})"
+            )
+        return self
+
+    @property
+    def workload(self) -> Scenario:
+        """The scenario with `auto` resolved."""
+        s = self.scenario
+        dtype = self.compute_dtype if s.dtype == "auto" else s.dtype
+        return Scenario(s.batch, s.prompt, s.generated, dtype, self.device)
 
     def recipe(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude={"machine"})
@@ -218,13 +232,13 @@ def validate(model: type[Model], data: dict[str, Any], source: str | Path) -> Mo
 
 
 def _complaint(model: type[BaseModel], error: Any) -> str:
-    key = str(error["loc"][-1])
+    key = str(error["loc"][-1]) if error["loc"] else ""
     if error["type"] == "extra_forbidden":
         return f"unknown key {key!r}{did_you_mean(key, _known_keys(model, error['loc'][:-1]))}"
     if error["type"] == "missing":
         return f"the key {key!r} is missing"
     message = error["msg"].removeprefix("Value error, ")
-    if isinstance(error.get("ctx", {}).get("error"), ConfigError):
+    if error["type"] == "value_error":
         return message
     return f"{message[0].lower()}{message[1:]} (found {error['input']!r})"
 

@@ -24,6 +24,7 @@ COST_COLUMNS = (
     "energy_j_per_token",
 )
 MODEL, CONSTANT = "model", "constant"
+TOLERANCE = 1e-9  # relative: a target met to within rounding of the sums is met
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ class Target:
         return own / of_parent if self.relative else own
 
     def met(self, reached: float) -> bool:
-        return reached >= self.value if self.sense == ">=" else reached <= self.value
+        slack = TOLERANCE * self.value
+        return reached >= self.value - slack if self.sense == ">=" else reached <= self.value + slack
 
 
 def measure(name: str, costs: dict[str, float], scenario: Scenario) -> float:
@@ -170,9 +172,9 @@ class CostModel:
         rows = table[table.subblock != MODEL]
         self._rows = {
             (layer, subblock, variant): dict(zip(self.columns, values, strict=True))
-            for layer, subblock, variant, *values in rows[
-                ["layer", "subblock", "variant", *self.columns]
-            ].itertuples(index=False, name=None)
+            for layer, subblock, variant, *values in rows[["layer", "subblock", "variant", *self.columns]].itertuples(
+                index=False, name=None
+            )
         }
 
     def predict(self, architecture: Architecture) -> dict[str, float]:

@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from puzzle.architecture import fingerprint
 from puzzle.config import RunConfig, read_yaml, validate
+from puzzle.costs import Solution
 from puzzle.errors import ConfigError, PuzzleError
 
 Progress = Callable[[str, int, int], None]
@@ -73,6 +74,13 @@ def disk_error(error: BaseException, path: Path) -> PuzzleError | None:
     return None
 
 
+def cache_folder() -> Path:
+    """Where inputs are kept for the next time: `$PUZZLE_CACHE`, else `puzzle` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    if own := os.environ.get("PUZZLE_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "puzzle"
+
+
 def write_json(path: Path, data: Any) -> None:
     with atomic(path) as temporary:
         temporary.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -90,11 +98,11 @@ class Stage:
     """One step of the pipeline: which config it reads, which stages' outputs it reads, what it writes."""
 
     name: str
-    version: int  # raised when the stage's algorithm changes, so that old outputs count as stale
     function: Callable[["Run", Progress], None]
-    config_fields: tuple[str, ...]
-    after: tuple[str, ...]
-    writes: tuple[str, ...]  # paths inside the run directory; `{name}` is the child's
+    version: int  # raised when the stage's algorithm changes, so that old outputs count as stale
+    reads: tuple[str, ...] = ()  # fields of the config
+    after: tuple[str, ...] = ()  # stages whose outputs it reads
+    writes: tuple[str, ...] = ()  # paths inside the run directory; `{name}` is the child's
 
 
 class Run:
@@ -137,6 +145,21 @@ class Run:
             temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
         return run
 
+    @property
+    def child(self) -> Path:
+        """Where the child goes."""
+        return self.path / "children" / self.config.name
+
+    @property
+    def unhealed(self) -> Path:
+        """Where the child is before healing."""
+        return self.path / "children" / f"{self.config.name}.before-healing"
+
+    @property
+    def solution(self) -> Solution:
+        """The chosen architecture, once the search stage is done."""
+        return Solution.from_json(read_json(self.path / "solutions" / f"{self.config.name}.json"))
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the run for this process.
@@ -161,7 +184,7 @@ class Run:
     def expected(self, stage: Stage, stages: dict[str, Stage], parent: str) -> dict[str, str]:
         """The hashes this stage depends on: its config fields, the parent's weights, the stages before it."""
         recipe = self.config.recipe()
-        inputs = {f"config.{field}": fingerprint(recipe[field]) for field in stage.config_fields}
+        inputs = {f"config.{field}": fingerprint(recipe[field]) for field in stage.reads}
         inputs["parent"] = parent
         inputs["version"] = str(stage.version)
         for name in stage.after:

@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: parse, call one function, print. stdout carries results, stderr progress and errors.
+
+Imports of torch and of the rooms are inside the commands, so that `--help` and `puzzle search` on tables stay fast.
+"""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from puzzle import __version__, search_spaces
+from puzzle.config import DataConfig, RunConfig, load_search_space, read_yaml, validate
+from puzzle.errors import ConfigError, PuzzleError
+from puzzle.run import Run, disk_error, read_json
+
+app = typer.Typer(
+    name="puzzle",
+    help="Compress a trained Llama-style model for the machine it will run on.",
+    epilog="Any command takes --debug for a full traceback.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+out, err = Console(), Console(stderr=True)
+
+RunArgument = Annotated[Path, typer.Argument(help="a run directory", show_default=False)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no progress on stderr")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+
+
+class Interrupted(PuzzleError):
+    """Ctrl-C; nothing on disk is lost."""
+
+    exit_code = 130
+
+
+def main() -> None:
+    """Run the command line; every expected error is one sentence and an exit code."""
+    debug = "--debug" in sys.argv
+    sys.argv = [argument for argument in sys.argv if argument != "--debug"]
+    for noise, value in (
+        ("TRANSFORMERS_VERBOSITY", "error"),
+        ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
+        ("TQDM_DISABLE", "1"),
+    ):
+        os.environ.setdefault(noise, value)
+    try:
+        app()
+    except Exception as error:
+        if debug:
+            raise
+        known = error if isinstance(error, PuzzleError) else disk_error(error, Path.cwd())
+        if known is None:
+            known = PuzzleError(f"{type(error).__name__}: {error} (run again with --debug for the traceback)")
+        err.print(f"[bold red]error:[/] {_escape(known)}", soft_wrap=True, highlight=False)
+        sys.exit(known.exit_code)
+
+
+def _escape(value: object) -> str:
+    return str(value).replace("[", r"\[")
+
+
+@contextmanager
+def progress(quiet: bool, run: Run | None = None) -> Iterator[Any]:
+    """Bars with ETA on a terminal, a line per finished step elsewhere; both also go to RUN/log.txt."""
+    log = logging.getLogger("puzzle")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    if run is not None:
+        handler = logging.FileHandler(run.path / "log.txt", encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        log.addHandler(handler)
+    columns = (
+        TextColumn("{task.description:<20}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+    )
+    bars = Progress(*columns, console=err, disable=quiet or not err.is_terminal)
+    tasks: dict[str, Any] = {}
+
+    def report(what: str, done: int, total: int) -> None:
+        if what not in tasks or bars.tasks[tasks[what]].finished:
+            tasks[what] = bars.add_task(what, total=total)
+            log.info("%s: started", what)
+        bars.update(tasks[what], completed=done, total=total)
+        if done >= total:
+            log.info("%s: done", what)
+            if not quiet and not err.is_terminal:
+                err.print(f"{what}: done", highlight=False)
+
+    try:
+        with bars:
+            yield report
+    except KeyboardInterrupt:
+        again = "; what is done is kept, run the same command again to continue" if run else ""
+        raise Interrupted(f"stopped{again}") from None
+    finally:
+        for handler in list(log.handlers):
+            log.removeHandler(handler)
+            handler.close()
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    if version:
+        out.print(f"puzzle {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.command()
+def compress(
+    parent: Annotated[str | None, typer.Argument(help="a Hugging Face folder or hub name", show_default=False)] = None,
+    search_space: Annotated[
+        str | None, typer.Option("--search-space", "-s", help="a preset's name or a YAML file")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", "-d", help="a dataset's name, a local file, or python-docs")
+    ] = None,
+    target: Annotated[list[str] | None, typer.Option("--target", "-t", help="may be given several times")] = None,
+    out_: Annotated[Path | None, typer.Option("--out", "-o", help="the run directory", show_default=False)] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="a YAML file with everything")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="any key of the config: healing.tokens=65536")] = None,
+    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="cpu, cuda, mps; default: the first accelerator")
+    ] = None,
+    compute_dtype: Annotated[
+        str | None, typer.Option("--compute-dtype", help="auto, float32, bfloat16, float16")
+    ] = None,
+    update: Annotated[
+        bool, typer.Option("--update", help="change an existing run's config and redo what it touches")
+    ] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compress PARENT to the targets, heal the child, and report.
+
+    Running the same command again continues an interrupted run.
+
+    Example: `puzzle compress ./llama --search-space cpu-small --data my.jsonl --target "throughput>=1.5x" --out runs/a`
+    """
+    options = {"parent": parent, "search_space": search_space, "data.source": data, "targets": target or None,
+               "seed": seed, "device": device, "compute_dtype": compute_dtype}  # fmt: skip
+    if out_ is None:
+        raise ConfigError("--out is missing: name a folder for the run")
+    _compress(compose(config, options, set_ or []), out_, update, quiet, as_json)
+
+
+def _compress(config: RunConfig, path: Path, update: bool, quiet: bool, as_json: bool) -> None:
+    from puzzle import pipeline
+
+    run = Run.create(path, pipeline.resolve(config), update)
+    with progress(quiet, run) as report:
+        pipeline.run_stages(run, "report", report)
+    _show(run, as_json)
+
+
+def compose(config: Path | None, options: dict[str, Any], settings: list[str]) -> RunConfig:
+    """The run's config from a YAML file, then the options, then `--set` pairs; later ones win.
+
+    Raises:
+        ConfigError: a key or value is wrong, or something is missing.
+    """
+    data = read_yaml(config) if config else {}
+    given = {key: value for key, value in options.items() if value is not None}
+    for setting in settings:
+        key, separator, value = setting.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {setting!r}: a pair such as healing.tokens=65536 is expected")
+        given[key.strip()] = yaml.safe_load(value)
+    for key, value in given.items():
+        *sections, last = key.split(".")
+        section = data
+        for name in sections:
+            section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"{key}: {name!r} is not a section of the config")
+        section[last] = value
+    if isinstance(data.get("search_space"), str):
+        data["search_space"] = load_search_space(search_spaces.path(data["search_space"])).model_dump()
+    for key, flag in (("parent", "PARENT"), ("search_space", "--search-space"), ("targets", "--target")):
+        if key not in data:
+            raise ConfigError(f"{flag} is missing (or {key!r} in a --config file)")
+    return validate(RunConfig, data, config or "command line")
+
+
+@app.command()
+def demo(
+    parent: Annotated[
+        str, typer.Option("--parent", help="smollm2-135m (fetched once) or tiny (no download)")
+    ] = "smollm2-135m",
+    out_: Annotated[
+        Path | None, typer.Option("--out", "-o", help="the run directory; default: runs/demo-PARENT")
+    ] = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compress a real model with nothing to prepare: SmolLM2-135M, or a tiny Llama trained here.
+
+    Example: `puzzle demo --parent tiny`
+    """
+    from puzzle import demos
+
+    with progress(quiet) as report:
+        config = demos.config(parent, report, note=lambda text: err.print(text, highlight=False))
+    _compress(config, out_ or Path("runs") / f"demo-{parent}", False, quiet, as_json)
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="a name of the table: smollm2-135m", show_default=False)],
+    out_: Annotated[Path, typer.Option("--out", "-o", help="the folder to make", show_default=False)],
+    quiet: Quiet = False,
+) -> None:
+    """Fetch a real parent as a plain Hugging Face folder, checksum verified.
+
+    Example: `puzzle fetch smollm2-135m --out smollm2`
+    """
+    from puzzle import parents
+
+    with progress(quiet) as report:
+        path = parents.fetch(name, out_, report)
+    out.print(str(path), highlight=False, soft_wrap=True)
+
+
+def _stage(run: Path, last: str, quiet: bool) -> Run:
+    from puzzle import pipeline
+
+    opened = Run.open(run)
+    with progress(quiet, opened) as report:
+        ran = pipeline.run_stages(opened, last, report)
+    err.print(f"ran: {', '.join(ran)}" if ran else "everything is up to date", highlight=False)
+    return opened
+
+
+@app.command()
+def library(run: RunArgument, quiet: Quiet = False) -> None:
+    """Make the block library of RUN: every variant's weights."""
+    opened = _stage(run, "library", quiet)
+    out.print(str(opened.path / "library"), highlight=False, soft_wrap=True)
+
+
+@app.command()
+def score(run: RunArgument, quiet: Quiet = False) -> None:
+    """Measure what each variant of RUN costs and loses."""
+    _stage(run, "costs", quiet)
+    opened = _stage(run, "scores", quiet)
+    out.print(f"{opened.path / 'costs.parquet'}\n{opened.path / 'scores.parquet'}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def heal(run: RunArgument, quiet: Quiet = False) -> None:
+    """Assemble and heal the child of RUN."""
+    opened = _stage(run, "heal", quiet)
+    out.print(str(opened.child), highlight=False, soft_wrap=True)
+
+
+@app.command()
+def report(run: RunArgument, quiet: Quiet = False, as_json: AsJson = False) -> None:
+    """Evaluate the child of RUN and write its report."""
+    _show(_stage(run, "report", quiet), as_json)
+
+
+@app.command()
+def status(run: RunArgument, as_json: AsJson = False) -> None:
+    """Say which stages of RUN are done, which would run again, and why."""
+    from puzzle import pipeline
+
+    rows = pipeline.status(Run.open(run))
+    if as_json:
+        out.print_json(json.dumps(rows))
+        return
+    table = Table("stage", "state", "why", "seconds", "peak MiB")
+    for row in rows:
+        seconds = "" if row["seconds"] is None else f"{row['seconds']:.1f}"
+        peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}"
+        table.add_row(row["stage"], row["state"], row["why"], seconds, peak)
+    out.print(table)
+
+
+def _show(run: Run, as_json: bool) -> None:
+    """The end of a run: a small table, a sample, what was reached of each target, the report's path."""
+    summary = read_json(run.path / "report" / "summary.json")
+    if as_json:
+        out.print_json(json.dumps(summary))
+        return
+    names = {"parent": "parent", "child_before_healing": "child before healing", "child": "child"}
+    table = Table("", *names.values())
+    rows = (
+        ("throughput, tokens/s", "throughput_tokens_per_s", "{:,.1f}"),
+        ("prefill, ms", "prefill_ms", "{:,.1f}"),
+        ("decode, ms/token", "decode_ms_per_token", "{:,.2f}"),
+        ("parameters, M", "params", "{:,.1f}"),
+        ("weights, MiB", "weight_bytes", "{:,.1f}"),
+        ("KV cache, KiB/token", "kv_bytes_per_token", "{:,.1f}"),
+        ("perplexity", "perplexity", "{:,.2f}"),
+        ("KL to the parent", "kl", "{:.4f}"),
+        ("same top token, %", "top1_agreement", "{:.1f}"),
+    )
+    scale = {"params": 1e-6, "weight_bytes": 2**-20, "kv_bytes_per_token": 2**-10, "top1_agreement": 100}
+    for title, key, form in rows:
+        table.add_row(title, *(form.format(summary[name][key] * scale.get(key, 1)) for name in names))
+    out.print(table)
+    evaluation = read_json(run.path / "evaluation.json")
+    for sample in evaluation["samples"]:
+        out.print(f"prompt: {sample['prompt']}", markup=False, highlight=False)
+        for name in ("parent", "child"):
+            out.print(f"{name}: …{sample[name]}", markup=False, highlight=False)
+    for target in evaluation["targets"]:
+        verdict = "met" if target["met"] else f"missed by {abs(target['asked'] - target['reached']):.3g}"
+        out.print(
+            f"target {target['target']}: reached {target['reached']:.3g} ± {target['spread']:.2g}, {verdict}",
+            markup=False, highlight=False,
+        )  # fmt: skip
+    out.print(f"child: {run.child}\nreport: {run.path / 'report' / 'index.html'}", markup=False, soft_wrap=True)
+
+
+@app.command("eval")
+def eval_(
+    checkpoint: Annotated[
+        str, typer.Argument(help="a folder or hub name: a child, or any causal model", show_default=False)
+    ],
+    data: Annotated[
+        str, typer.Option("--data", "-d", help="a dataset's name, a local file, or python-docs")
+    ] = "python-docs",
+    parent: Annotated[
+        str | None, typer.Option("--parent", help="also KL and top-1 agreement against this model")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="how many tokens to judge by")] = 16_384,
+    seq_length: Annotated[int, typer.Option("--seq-length", min=8)] = 256,
+    text_column: Annotated[str, typer.Option("--text-column")] = "text",
+    seed: Annotated[int, typer.Option("--seed", help="which documents are taken")] = 0,
+    device: Annotated[str, typer.Option("--device")] = "auto",
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Judge CHECKPOINT on text: perplexity, and KL and top-1 agreement against --parent.
+
+    Example: `puzzle eval runs/a/children/child --parent ./llama --data my.jsonl`
+    """
+    from puzzle.evaluate import evaluate_checkpoint
+
+    config = validate(
+        DataConfig, {"source": data, "seq_length": seq_length, "text_column": text_column}, "command line"
+    )
+    with progress(quiet) as report:
+        figures = evaluate_checkpoint(checkpoint, parent, config, tokens, seed, device, report)
+    if as_json:
+        out.print_json(json.dumps(figures))
+        return
+    for key, value in figures.items():
+        out.print(f"{key}: {value:.6g}" if isinstance(value, float) else f"{key}: {value}", highlight=False)
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="a parent or child", show_default=False)], as_json: AsJson = False
+) -> None:
+    """Show CHECKPOINT layer by layer: both halves, parameters, KV-cache bytes a token."""
+    from puzzle.architecture import kv_values_per_token, subblock_params
+    from puzzle.checkpoint import Checkpoint, find
+
+    found = Checkpoint(find(checkpoint))
+    rows = [
+        {
+            "layer": i,
+            "attention": block.attention.name,
+            "ffn": block.ffn.name,
+            "params": sum(subblock_params(half, found.shape) for half in (block.attention, block.ffn)),
+            "kv_bytes_per_token": kv_values_per_token(block.attention, found.shape) * found.dtype.itemsize,
+        }
+        for i, block in enumerate(found.blocks)
+    ]
+    if as_json:
+        out.print_json(json.dumps(rows))
+        return
+    table = Table("layer", "attention", "ffn", "parameters", "KV bytes/token")
+    for row in rows:
+        table.add_row(
+            str(row["layer"]), row["attention"], row["ffn"], f"{row['params']:,}", f"{row['kv_bytes_per_token']:,}"
+        )
+    table.add_section()
+    total = [sum(row[key] for row in rows) for key in ("params", "kv_bytes_per_token")]
+    table.add_row("all", "", "", f"{total[0]:,}", f"{total[1]:,}")
+    out.print(table)
+
+
+@app.command()
+def search(
+    run: Annotated[Path | None, typer.Argument(help="a run directory", show_default=False)] = None,
+    scores: Annotated[Path | None, typer.Option("--scores", help="own table: layer,subblock,variant,score")] = None,
+    costs: Annotated[Path | None, typer.Option("--costs", help="own table: layer,subblock,variant, then costs")] = None,
+    target: Annotated[list[str] | None, typer.Option("--target", "-t", help="with own tables; several allowed")] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="sequences at once, with own tables")] = 1,
+    prompt: Annotated[int, typer.Option("--prompt", min=1, help="prompt tokens, with own tables")] = 128,
+    generated: Annotated[int, typer.Option("--generated", min=1, help="generated tokens, with own tables")] = 128,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Choose the architecture for RUN, or for your own tables of scores and costs (CSV or parquet).
+
+    Example: `puzzle search --scores scores.csv --costs costs.csv --target "decode<=0.6x" --json`
+    """
+    if run is not None:
+        if scores or costs or target:
+            raise ConfigError("give a run directory, or --scores, --costs and --target, not both")
+        solution = _stage(run, "search", quiet).solution
+    else:
+        if not (scores and costs and target):
+            raise ConfigError("give a run directory, or --scores, --costs and --target")
+        from puzzle.costs import Scenario
+        from puzzle.search import solve
+        from puzzle.search.tables import read_table
+
+        solution = solve(read_table(scores), read_table(costs), target, Scenario(batch, prompt, generated))
+    result = solution.to_json()
+    if as_json:
+        result["objective"], result["solver"] = result.pop("score"), result.pop("method")
+        out.print_json(json.dumps(result))
+        return
+    out.print(
+        f"score {solution.score:.6g}, {solution.status} (gap {solution.gap:.2g}), {solution.seconds:.2f} s",
+        highlight=False,
+    )
+    for cost, value in solution.costs.items():
+        out.print(f"{cost}: {value:,.6g}", highlight=False)
+    table = Table("layer", "attention", "ffn")
+    for i, (attention, ffn) in enumerate(zip(solution.architecture.attention, solution.architecture.ffn, strict=True)):
+        table.add_row(str(i), attention, ffn)
+    out.print(table)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judging a whole model: perplexity, and KL and top-1 agreement against the parent. Always float32."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from puzzle.checkpoint import Checkpoint, find
+from puzzle.config import DataConfig
+from puzzle.data import blocks
+from puzzle.devices import resolve_device
+from puzzle.errors import ConfigError
+from puzzle.run import Progress
+
+BATCH_TOKENS = 1_024  # logits exist for this many tokens at a time
+
+
+@dataclass(frozen=True)
+class TokenFigures:
+    """Figures of each token of a batch: [batch, seq], the losses [batch, seq - 1]."""
+
+    kl: Tensor
+    agrees: Tensor
+    loss: Tensor
+    parent_loss: Tensor
+
+
+def compare_logits(parent_log_probs: Tensor, logits: Tensor, tokens: Tensor) -> TokenFigures:
+    """KL(parent || model) and next-token loss over the full vocabulary.
+
+    Args:
+        parent_log_probs: [batch, seq, vocab], float32.
+        logits: of the model, [batch, seq, vocab].
+        tokens: [batch, seq]; each is the label of the position before it.
+    """
+    log_probs = logits.float().log_softmax(-1)
+    labels = tokens[:, 1:, None]
+    return TokenFigures(
+        kl=(parent_log_probs.exp() * (parent_log_probs - log_probs)).sum(-1),
+        agrees=parent_log_probs.argmax(-1) == log_probs.argmax(-1),
+        loss=-log_probs[:, :-1].gather(-1, labels).squeeze(-1),
+        parent_loss=-parent_log_probs[:, :-1].gather(-1, labels).squeeze(-1),
+    )
+
+
+class TokenSums:
+    """Means and standard errors over tokens, summed in float64 a batch at a time."""
+
+    def __init__(self) -> None:
+        self.tokens = self.labels = 0
+        self._sums = dict.fromkeys(("kl", "kl2", "agrees", "loss", "loss2", "parent_loss"), 0.0)
+
+    def add(self, figures: TokenFigures) -> None:
+        kl, loss = figures.kl.double(), figures.loss.double()
+        self.tokens += kl.numel()
+        self.labels += loss.numel()
+        new = {
+            "kl": kl.sum(),
+            "kl2": kl.square().sum(),
+            "agrees": figures.agrees.sum(),
+            "loss": loss.sum(),
+            "loss2": loss.square().sum(),
+            "parent_loss": figures.parent_loss.double().sum(),
+        }
+        for key, value in new.items():
+            self._sums[key] += float(value)
+
+    @property
+    def kl(self) -> float:
+        """Nats per token."""
+        return self._sums["kl"] / self.tokens
+
+    @property
+    def kl_stderr(self) -> float:
+        return _stderr(self._sums["kl"], self._sums["kl2"], self.tokens)
+
+    @property
+    def top1_agreement(self) -> float:
+        return self._sums["agrees"] / self.tokens
+
+    @property
+    def lm_loss(self) -> float:
+        """Nats per token."""
+        return self._sums["loss"] / self.labels
+
+    @property
+    def lm_loss_stderr(self) -> float:
+        return _stderr(self._sums["loss"], self._sums["loss2"], self.labels)
+
+    @property
+    def parent_lm_loss(self) -> float:
+        return self._sums["parent_loss"] / self.labels
+
+
+def _stderr(total: float, squares: float, n: int) -> float:
+    variance = max(0.0, squares / n - (total / n) ** 2)
+    return math.sqrt(variance / n)
+
+
+@torch.no_grad()
+def evaluate(
+    models: dict[str, PreTrainedModel], parent: PreTrainedModel, tokens: Tensor, batch: int, progress: Progress
+) -> dict[str, dict[str, Any]]:
+    """Judge several models against one parent on the same text; the parent runs once a batch for all.
+
+    Args:
+        models: by name, in float32.
+        parent: the teacher, in float32.
+        tokens: [sequences, seq].
+        batch: sequences at a time.
+        progress: called after each batch.
+
+    Returns:
+        Per name: perplexity, perplexity_stderr, kl and kl_stderr (nats per token), top1_agreement, tokens.
+    """
+    sums = {name: TokenSums() for name in models}
+    parts = tokens.split(batch)
+    for done, part in enumerate(parts):
+        progress("evaluation", done, len(parts))
+        part = part.to(parent.device)
+        reference = parent(part, use_cache=False).logits.float().log_softmax(-1)
+        for name, model in models.items():
+            sums[name].add(compare_logits(reference, model(part, use_cache=False).logits, part))
+    progress("evaluation", len(parts), len(parts))
+    return {name: _figures(s) for name, s in sums.items()}
+
+
+def _figures(s: TokenSums) -> dict[str, Any]:
+    perplexity = math.exp(s.lm_loss)
+    return {
+        "perplexity": perplexity,
+        "perplexity_stderr": perplexity * s.lm_loss_stderr,
+        "kl": s.kl,
+        "kl_stderr": s.kl_stderr,
+        "top1_agreement": s.top1_agreement,
+        "tokens": s.tokens,
+    }
+
+
+def evaluate_checkpoint(
+    checkpoint: str, parent: str | None, config: DataConfig, tokens: int, seed: int, device: str, progress: Progress
+) -> dict[str, Any]:
+    """Judge a checkpoint on text of a source; without a parent there is no KL and no agreement.
+
+    Raises:
+        ConfigError: a checkpoint or the text cannot be read, or the two models have other vocabularies.
+    """
+    folders = [find(name) for name in (checkpoint, parent) if name is not None]
+    opened = [Checkpoint(folder) for folder in folders]
+    if opened[0].shape.vocab_size != opened[-1].shape.vocab_size:
+        sizes = [c.shape.vocab_size for c in opened]
+        raise ConfigError(f"{checkpoint}: has {sizes[0]} tokens, {parent} has {sizes[1]}; they cannot be compared")
+    text = blocks(config, opened[0].tokenizer(), tokens, seed, progress)
+    device = resolve_device(device)
+    models = [load(folder, "float32", device) for folder in folders]
+    figures = evaluate({"checkpoint": models[0]}, models[-1], text, max(1, BATCH_TOKENS // text.shape[1]), progress)
+    if parent is None:
+        return {k: v for k, v in figures["checkpoint"].items() if k.startswith(("perplexity", "tokens"))}
+    return figures["checkpoint"]
+
+
+def load(folder: Path, dtype: str, device: str) -> PreTrainedModel:
+    """A whole model, ready to be judged."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()

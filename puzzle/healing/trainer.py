@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face Trainer, taught to distil: the parent beside the child, and a held-out KL as its evaluation.
+
+Trainer brings AdamW, the cosine schedule with warm-up, float32 master weights under autocast, loss scaling for float16,
+checkpoints, several processes. The papers publish neither optimiser nor learning rate; ours are Trainer's AdamW (betas
+0.9 and 0.999, gradients clipped at norm 1) and what `HealingConfig` says.
+"""
+
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import DefaultFlowCallback
+
+from puzzle.architecture import fingerprint
+from puzzle.config import HealingConfig
+from puzzle.errors import ConfigError, UnsupportedError
+from puzzle.healing.losses import gkd_loss
+from puzzle.run import Progress, write_json
+
+logger = logging.getLogger("puzzle.healing")
+JUDGING = HealingConfig(kl_weight=1, cosine_weight=0, lm_weight=1, temperature=1)  # the terms of an evaluation
+MARK = "complete.json"  # written last into a checkpoint
+
+
+@dataclass(frozen=True)
+class Job:
+    """The arguments of `heal` and the numbers that follow from them."""
+
+    parent: Path
+    child: Path
+    training: Tensor
+    held_out: Tensor
+    config: HealingConfig
+    seed: int
+    dtype: str
+    device: str
+    state: Path
+    progress: Progress
+
+    def check(self) -> None:
+        for name, tokens in (("training", self.training), ("held-out", self.held_out)):
+            if tokens.ndim != 2 or not tokens.numel():
+                raise ConfigError(f"healing needs {name} tokens as [sequences, seq], not {list(tokens.shape)}")
+        config, where = self.config, torch.device(self.device)
+        if not (config.kl_weight or config.cosine_weight or config.lm_weight):
+            raise ConfigError("healing: kl_weight, cosine_weight and lm_weight are all 0; at least one must be above")
+        if self.batch % self.parts:
+            raise ConfigError(
+                f"healing: a step has {self.batch} sequences (batch_tokens {config.batch_tokens}), which "
+                f"{self.processes} processes x gradient_accumulation {config.gradient_accumulation} do not divide"
+            )
+        if self.dtype == "float16" and where.type == "cpu":
+            raise UnsupportedError("healing in float16 needs a GPU; on a CPU use compute_dtype bfloat16 or float32")
+        if where.index:
+            raise UnsupportedError(
+                f"healing takes the first GPU it sees; instead of {where}, set CUDA_VISIBLE_DEVICES={where.index}"
+            )
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.state / "checkpoints"
+
+    @property
+    def batch(self) -> int:
+        """Sequences a step."""
+        return max(1, self.config.batch_tokens // self.training.shape[1])
+
+    @property
+    def steps(self) -> int:
+        return math.ceil(self.config.tokens / (self.batch * self.training.shape[1]))
+
+    @property
+    def processes(self) -> int:
+        return int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun and accelerate launch
+
+    @property
+    def parts(self) -> int:
+        """The pieces a step is cut into, over processes and one after another."""
+        return self.processes * self.config.gradient_accumulation
+
+    @property
+    def points(self) -> frozenset[int]:
+        """The steps after which the child is judged and a checkpoint is written."""
+        n = self.config.evaluations
+        return frozenset(math.ceil(i * self.steps / n) for i in range(1, n + 1))
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each tensor in the child's files."""
+        found = {}
+        for path in self.child.glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                found |= {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
+        return found
+
+    @cached_property
+    def recipe(self) -> str:
+        """A hash of what the result depends on."""
+        files = sorted(self.child.glob("*.safetensors"))
+        return fingerprint(
+            {
+                "config": self.config.model_dump(mode="json"),
+                "models": [str(self.parent), str(self.child)],
+                "child": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+                "data": [hashlib.sha256(x.contiguous().numpy()).hexdigest() for x in (self.training, self.held_out)],
+                "seed": self.seed,
+                "dtype": self.dtype,
+            }
+        )
+
+
+def training_arguments(job: Job, resuming: bool) -> TrainingArguments:
+    config, kind = job.config, torch.device(job.device).type
+    renamed = "activation_checkpointing" in TrainingArguments.__dataclass_fields__  # in later transformers
+    checkpointing = "activation_checkpointing" if renamed else "gradient_checkpointing"
+    args = TrainingArguments(
+        output_dir=str(job.checkpoints),
+        max_steps=job.steps,
+        per_device_train_batch_size=job.batch // job.parts,
+        gradient_accumulation_steps=config.gradient_accumulation,
+        **{checkpointing: config.gradient_checkpointing},
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=round(config.warmup * job.steps),
+        weight_decay=config.weight_decay,
+        bf16=job.dtype == "bfloat16",
+        fp16=job.dtype == "float16",
+        use_cpu=kind == "cpu",
+        seed=job.seed,
+        eval_on_start=not resuming,
+        save_strategy="steps",
+        save_total_limit=2,
+        metric_for_best_model="kl",
+        greater_is_better=False,
+        logging_nan_inf_filter=False,
+        disable_tqdm=True,
+        report_to="none",
+        remove_unused_columns=False,
+        ddp_find_unused_parameters=not (config.kl_weight or config.lm_weight),  # an untied head, without these
+        dataloader_pin_memory=kind == "cuda",
+    )
+    args._n_gpu = min(args.n_gpu, 1)  # several GPUs are used through torchrun, never through DataParallel
+    return args
+
+
+class NotFiniteError(Exception):
+    """A loss is NaN or infinite."""
+
+
+class _Sequences(Dataset):
+    """`count` sequences of `tokens`, in order, from the first again after the last."""
+
+    def __init__(self, tokens: Tensor, count: int):
+        self.tokens, self.count = tokens, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[i % len(self.tokens)]}
+
+
+class _Flow(TrainerCallback):
+    """When to judge, save and stop; in place of Trainer's own, which knows only fixed intervals."""
+
+    def __init__(self, job: Job):
+        self.job = job
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        self.job.progress("healing", state.global_step, self.job.steps)
+        control.should_evaluate = control.should_save = state.global_step in self.job.points
+        control.should_training_stop = state.global_step >= self.job.steps
+        return control
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            checkpoint = self.job.checkpoints / f"checkpoint-{state.global_step}"
+            write_json(checkpoint / MARK, {"recipe": self.job.recipe})
+
+
+class Healer(Trainer):
+    """Trainer with the parent beside the child, and with a held-out KL in place of its evaluation loop."""
+
+    def __init__(self, job: Job, args: TrainingArguments, child: PreTrainedModel, parent: PreTrainedModel):
+        self.job, self.parent = job, parent.eval().requires_grad_(False)
+        micro = args.per_device_train_batch_size
+        with torch.no_grad():  # before the parent leaves float32
+            self.judges = [(ids, _states(parent, ids.to(args.device))[-1].cpu()) for ids in job.held_out.split(micro)]
+        self.judge_head = parent.lm_head.weight.detach()
+        parent.to(getattr(torch, job.dtype))
+        # DDP, FSDP and autocast wrap the forward call of the whole model, so all of the child's work has to be in it.
+        child.forward = partial(_losses, child, job.config, _compared_layers(child.config, parent.config, job.config))
+        data = _Sequences(job.training, job.steps * job.batch)
+        super().__init__(model=child, args=args, train_dataset=data, callbacks=[_Flow(job)])
+        self.pop_callback(DefaultFlowCallback)
+        self.pop_callback(PrinterCallback)
+        self.sums: dict[str, Tensor] = {}
+        self.summed = 0
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> SequentialSampler:
+        return SequentialSampler(train_dataset or self.train_dataset)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        with torch.no_grad():
+            states = _states(self.parent, inputs["input_ids"])
+        losses = model(inputs["input_ids"], states, self.parent.lm_head.weight)
+        if not self.accelerator.gather(losses["loss"].detach()).isfinite().all():
+            raise NotFiniteError(f"the loss is {losses['loss'].item()}")
+        self.sums = {name: self.sums.get(name, 0) + value.detach() for name, value in losses.items()}
+        self.summed += 1
+        return losses["loss"]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Judge the child on the held-out tokens, add a point to the curve."""
+        model, device = self.model_wrapped.eval(), self.args.device
+        kl = lm = 0.0
+        with torch.no_grad(), _rounded(self.model, self.job.dtypes):
+            for ids, hidden in self.judges:
+                losses = model(ids.to(device), (hidden.to(device),), self.judge_head, judging=True)
+                kl += losses["kl"] * len(ids) / len(self.job.held_out)
+                lm += losses["lm"] * len(ids) / len(self.job.held_out)
+        if not math.isfinite(kl):
+            raise NotFiniteError(f"the held-out KL is {kl}")
+        if not self.state.global_step:
+            self.state.best_metric = kl
+        self._add_point(kl, lm)
+        metrics = {"eval_kl": kl}
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _add_point(self, kl: float, lm: float) -> None:
+        step = self.state.global_step
+        means = {f"train_{k}": self.accelerator.reduce(v / self.summed, "mean").item() for k, v in self.sums.items()}
+        self.sums, self.summed = {}, 0
+        tokens = step * self.job.batch * self.job.training.shape[1]
+        self.log({"step": step, "tokens": tokens, "kl": kl, "lm_loss": lm, **means})
+        logger.info("step %d, %d tokens: held-out KL %.5f, next-token loss %.5f", step, tokens, kl, lm)
+        if self.is_world_process_zero():
+            history = [entry for entry in self.state.log_history if "kl" in entry]
+            write_json(self.job.state / "curve.json", [{k: v for k, v in e.items() if k != "epoch"} for e in history])
+
+
+def _states(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, ...]:
+    """The hidden states after each layer, `[batch, seq, hidden]`; the last one normed, as the head gets it."""
+    return model.model(input_ids=input_ids, output_hidden_states=True, use_cache=False).hidden_states[1:]
+
+
+@contextmanager
+def _rounded(model: nn.Module, dtypes: dict[str, torch.dtype]) -> Iterator[None]:
+    """The weights as the child's files will hold them, for a while: what is judged is what is written."""
+    changed = [(p, dtypes[n]) for n, p in model.named_parameters() if dtypes.get(n, p.dtype) != p.dtype]
+    masters = [p.clone() for p, _ in changed]
+    for p, dtype in changed:
+        p.copy_(p.to(dtype))
+    try:
+        yield
+    finally:
+        for (p, _), master in zip(changed, masters, strict=True):
+            p.copy_(master)
+        for module in model.modules():  # FSDP may hold on to what it gathered of the rounded weights
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _losses(
+    child: PreTrainedModel,
+    config: HealingConfig,
+    layers: Sequence[int],
+    input_ids: Tensor,
+    parent_states: tuple[Tensor, ...],
+    parent_head: Tensor,
+    judging: bool = False,
+) -> dict[str, Any]:
+    """The child's forward call while healing: the terms of `config`; or, without autocast, those of `JUDGING`."""
+    exact = torch.autocast(input_ids.device.type, enabled=False) if judging else nullcontext()
+    with exact:
+        states, head = _states(child, input_ids), child.lm_head.weight
+        terms = JUDGING if judging else config
+        losses = gkd_loss(states, head, parent_states, parent_head, input_ids, terms, layers=layers)
+    # Numbers, since FSDP rounds the tensors that a forward call returns to its own dtype.
+    return {name: value.item() for name, value in losses.items()} if judging else losses
+
+
+def _compared_layers(child: Any, parent: Any, config: HealingConfig) -> list[int]:
+    """The layers whose hidden states are compared: all but those of which the child has nothing.
+
+    Raises:
+        UnsupportedError: the models do not fit each other.
+    """
+    needed = ["vocab_size", *(["hidden_size", "num_hidden_layers"] if config.cosine_weight else [])]
+    for field in needed:
+        if getattr(child, field) != getattr(parent, field):
+            raise UnsupportedError(
+                f"healing: the child's {field} is {getattr(child, field)}, the parent's {getattr(parent, field)}"
+            )
+    blocks = getattr(child, "block_configs", None) or [{"attention": {}, "ffn": {}}] * child.num_hidden_layers
+    return [i for i, b in enumerate(blocks) if not (b["attention"].get("no_op") and b["ffn"].get("no_op"))]
