@@ -7,7 +7,7 @@ Weights stay in the memory-mapped files until a layer is asked for.
 import copy
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -27,11 +27,12 @@ from puzzle.architecture import (
     SubblockConfig,
     plain,
 )
-from puzzle.errors import ConfigError
+from puzzle.errors import ConfigError, PuzzleError, UnsupportedError, reason
 from puzzle.families import LLAMA, family_of
-from puzzle.modeling import DeciLMConfig, DeciLMDecoderLayer
+from puzzle.modeling import DeciLMConfig, DeciLMDecoderLayer, DeciLMForCausalLM
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 
 
 def find(name: str) -> Path:
@@ -50,8 +51,7 @@ def find(name: str) -> Path:
 
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
     except Exception as error:  # the hub library has a dozen classes for "not there" and "not reachable"
-        reason = str(error).strip().splitlines()[0][:200]
-        raise ConfigError(f"{name}: no such folder, and the hub does not give it ({reason})") from None
+        raise ConfigError(f"{name}: no such folder, and the hub does not give it ({reason(error)})") from None
 
 
 class Checkpoint:
@@ -64,18 +64,23 @@ class Checkpoint:
 
     def __init__(self, path: Path):
         self.path = path
-        if not (path / "config.json").is_file():
+        file = path / "config.json"
+        if not file.is_file():
             raise ConfigError(f"{path}: not a checkpoint (it has no config.json)")
         try:
-            raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-            kind = raw.get("model_type")
-            self.config = DeciLMConfig.from_pretrained(path) if kind == DeciLMConfig.model_type else _config(path)
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{path}/config.json: cannot be read ({str(error).splitlines()[0][:200]})") from None
-        self.family = LLAMA if isinstance(self.config, DeciLMConfig) else family_of(self.config)
-        self.shape: ModelShape = self.family.shape(self.config)
+            kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+            child = kind == DeciLMConfig.model_type
+            self.family = LLAMA if child else family_of(kind, path)
+            self.config = (DeciLMConfig if child else AutoConfig).from_pretrained(path)
+            self.shape: ModelShape = self.family.shape(self.config)
+            wanted = self._shapes()
+        except PuzzleError:
+            raise
+        except Exception as error:  # transformers and torch have many classes for numbers that make no model
+            raise ConfigError(f"{file}: no model can be made from it ({reason(error)})") from None
         self._files = self._locate()
-        self._check()
+        self._check(wanted)
+        self._keep(wanted)
 
     def _locate(self) -> dict[str, Path]:
         """Tensor name -> file."""
@@ -90,47 +95,55 @@ class Checkpoint:
             if single.is_file():
                 with safe_open(single, "pt") as file:
                     return dict.fromkeys(file.keys(), single)
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"{self.path}: the weights cannot be read ({error})") from None
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{self.path}: the weights cannot be read ({reason(error)})") from None
         raise ConfigError(f"{self.path}: no model.safetensors here (pickled weights are not read)")
 
-    def _check(self) -> None:
-        """Compare names and shapes in the files' headers with what the config says, before any work."""
+    def _shapes(self) -> dict[str, list[int]]:
+        """The names and shapes of the weights as the config has them."""
         with torch.device("meta"):
-            layers = [self._empty_layer(i).state_dict() for i in range(self.shape.num_layers)]
-        wanted = {f"model.layers.{i}.{name}": t.shape for i, layer in enumerate(layers) for name, t in layer.items()}
-        wanted[EMBEDDING] = torch.Size((self.shape.vocab_size, self.shape.hidden_size))
-        wanted[NORM] = torch.Size((self.shape.hidden_size,))
-        if not self.shape.tied_embeddings:
-            wanted[HEAD] = wanted[EMBEDDING]
+            model = DeciLMForCausalLM(self.child_config)
+        shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+        if self.shape.tied_embeddings:
+            del shapes[HEAD]
+        return shapes
+
+    def _check(self, wanted: dict[str, list[int]]) -> None:
+        """Compare names, shapes and dtypes in the files' headers with what the config says, before any work."""
         for name, shape in wanted.items():
             if name not in self._files:
                 raise ConfigError(f"{self.path}: the tensor {name!r} is missing")
-            found = self._slice(name).get_shape()
-            if list(shape) != found:
-                raise ConfigError(f"{self.path}: the tensor {name!r} has shape {found}, the config says {list(shape)}")
+            header = self._slice(name)
+            if (dtype := header.get_dtype()) not in DTYPES:
+                raise UnsupportedError(f"{self.path}: the tensor {name!r} is {dtype}; quantised weights are not read")
+            if (found := header.get_shape()) != shape:
+                raise ConfigError(f"{self.path}: the tensor {name!r} has shape {found}, the config says {shape}")
+
+    def _keep(self, wanted: Iterable[str]) -> None:
+        """Forget old rotary tables and a head that repeats the embedding; refuse other tensors the config has not."""
+        for name in sorted(self._files.keys() - wanted):
+            if name.startswith("model.layers.") and not name.endswith(".inv_freq"):
+                raise ConfigError(f"{self.path}: the tensor {name!r} has no place in the config's model")
+            if name == HEAD and not torch.equal(self.tensor(HEAD), self.tensor(EMBEDDING)):
+                raise ConfigError(f"{self.path}: the config ties {HEAD!r} to {EMBEDDING!r}, but their values differ")
+        self._files = {name: self._files[name] for name in wanted}
 
     @cached_property
     def _open(self) -> dict[Path, Any]:
         try:
             return {file: safe_open(file, "pt") for file in sorted(set(self._files.values()))}
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{self.path}: the weights cannot be read ({error})") from None
+            raise ConfigError(f"{self.path}: the weights cannot be read ({reason(error)})") from None
 
     def _slice(self, name: str) -> Any:
         try:
             return self._open[self._files[name]].get_slice(name)
         except SafetensorError as error:
-            raise ConfigError(f"{self._files[name]}: the tensor {name!r} cannot be read ({error})") from None
+            raise ConfigError(f"{self._files[name]}: the tensor {name!r} cannot be read ({reason(error)})") from None
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, in the file's dtype."""
         return self._open[self._files[name]].get_tensor(name)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors, in the model's order: embedding, layers, norm, head."""
-        for name in sorted(self._files, key=_order):
-            yield name, self.tensor(name)
 
     def layer_state(self, layer: int) -> dict[str, Tensor]:
         """The tensors of one layer by their names within it, such as `mlp.up_proj.weight`."""
@@ -164,8 +177,7 @@ class Checkpoint:
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.path)
         except Exception as error:  # transformers raises many classes here
-            reason = str(error).strip().splitlines()[0][:200]
-            raise ConfigError(f"{self.path}: the tokenizer cannot be loaded ({reason})") from None
+            raise ConfigError(f"{self.path}: the tokenizer cannot be loaded ({reason(error)})") from None
         if len(tokenizer) > self.shape.vocab_size:
             raise ConfigError(
                 f"{self.path}: the tokenizer has {len(tokenizer)} tokens, the model {self.shape.vocab_size}"
@@ -174,7 +186,7 @@ class Checkpoint:
 
     @cached_property
     def child_config(self) -> DeciLMConfig:
-        """This checkpoint's config in the child's format, all layers as they are."""
+        """The config in the child's format, all layers as they are."""
         if isinstance(self.config, DeciLMConfig):
             return self.config
         return self.child_config_with([self.parent_block] * self.shape.num_layers)
@@ -230,25 +242,14 @@ def load_frozen(module: nn.Module, state: Mapping[str, Tensor], device: str, dty
     return module.eval().requires_grad_(False)
 
 
-def _config(path: Path) -> Any:
-    return AutoConfig.from_pretrained(path, trust_remote_code=False)
-
-
-def _order(name: str) -> tuple[int, int, str]:
-    if name.startswith("model.layers."):
-        return 1, int(name.split(".")[2]), name
-    return (0 if name == EMBEDDING else 2), 0, name
-
-
 def block_entry(block: BlockConfig, num_heads: int) -> dict[str, dict[str, Any]]:
     """An entry of the checkpoint's `block_configs`, in the words of the nemotron-nas format."""
     attention, ffn = plain(block.attention), plain(block.ffn)
     if "num_kv_heads" in attention:
         attention["n_heads_in_group"] = num_heads // attention.pop("num_kv_heads")
-    for entry in (attention, ffn):
-        if "linear" in entry:
-            entry["replace_with_linear"] = entry.pop("linear")
-    return {"attention": attention, "ffn": ffn}
+    words = {"linear": "replace_with_linear", "window": "window_length", "sink_tokens": "num_sink_tokens"}
+    entry = {"attention": attention, "ffn": ffn}
+    return {half: {words.get(key, key): value for key, value in part.items()} for half, part in entry.items()}
 
 
 def read_entry(entry: dict[str, dict[str, Any]], shape: ModelShape) -> BlockConfig:

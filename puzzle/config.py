@@ -4,22 +4,23 @@
 The recipe (what the result depends on) is everything but `machine`, which says how this machine makes it.
 """
 
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from puzzle.costs import Scenario, Target
-from puzzle.errors import ConfigError, did_you_mean
+from puzzle.errors import ConfigError, did_you_mean, reason
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Section(BaseModel):
-    """A mapping of the YAML: unknown keys are errors, values are frozen."""
+    """A mapping of the YAML: unknown keys are errors, numbers are finite, values are frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def _layer_range(value: Any) -> Any:
@@ -27,14 +28,22 @@ def _layer_range(value: Any) -> Any:
     if isinstance(value, int):
         return [value]
     if isinstance(value, str):
-        first, _, last = value.partition("-")
-        if not (first.strip().isdigit() and (last.strip() or first).strip().isdigit()):
+        match = re.fullmatch(r"\s*([0-9]+)\s*(?:-\s*([0-9]+)\s*)?", value)
+        if not match:
             raise ValueError(f"{value!r} is not a layer range such as '0-3'")
-        layers = list(range(int(first), int(last or first) + 1))
-        if not layers:
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
             raise ValueError(f"the layer range {value!r} is empty")
-        return layers
+        return list(range(first, last + 1))
     return value
+
+
+def _target(text: str) -> str:
+    try:
+        Target.parse(text)
+    except ConfigError as error:  # as pydantic wants it, which knows the place
+        raise ValueError(str(error)) from None
+    return text
 
 
 class LayerRule(Section):
@@ -91,7 +100,7 @@ class LibraryConfig(Section):
     """How variants get their weights."""
 
     importance: Literal["fisher", "contribution"] = Field("fisher", description="what ranks FFN channels")
-    ridge: list[float] = Field(
+    ridge: list[Annotated[float, Field(gt=0)]] = Field(
         [1e-6, 1e-4, 1e-3, 1e-2, 1e-1],
         min_length=1,
         description="strengths tried for the closed forms, relative to the mean second moment",
@@ -105,7 +114,7 @@ class ScenarioConfig(Section):
     batch: int = Field(1, gt=0, description="sequences at once")
     prompt: int = Field(128, gt=0, description="prompt tokens per sequence")
     generated: int = Field(128, gt=0, description="generated tokens per sequence")
-    dtype: Dtype | Literal["auto"] = Field("auto", description="weights and cache while serving; auto: compute_dtype")
+    dtype: Dtype = Field("auto", description="weights and cache while serving; auto: compute_dtype")
 
 
 class MeasureConfig(Section):
@@ -144,7 +153,7 @@ class HealingConfig(Section):
 class MachineConfig(Section):
     """How this machine does the work; nothing here changes the result beyond rounding."""
 
-    threads: int | None = Field(None, gt=0, description="CPU threads; default: all cores")
+    threads: int | None = Field(None, gt=0, description="CPU threads; default: all cores, or OMP_NUM_THREADS")
 
 
 class RunConfig(Section):
@@ -152,7 +161,9 @@ class RunConfig(Section):
 
     parent: str = Field(description="a Hugging Face folder or hub name")
     search_space: SearchSpace
-    targets: list[str] = Field(min_length=1, description="such as throughput>=1.5x, memory<=6GiB")
+    targets: list[Annotated[str, AfterValidator(_target)]] = Field(
+        min_length=1, description="such as throughput>=1.5x, memory<=6GiB"
+    )
     data: DataConfig = DataConfig()
     library: LibraryConfig = LibraryConfig()
     scenario: ScenarioConfig = ScenarioConfig()
@@ -160,20 +171,13 @@ class RunConfig(Section):
     search: SearchConfig = SearchConfig()
     healing: HealingConfig = HealingConfig()
     device: str = Field("auto", description="cpu, cuda, cuda:1, mps; auto takes the first there is")
-    compute_dtype: Dtype | Literal["auto"] = Field(
+    compute_dtype: Dtype = Field(
         "auto", description="training arithmetic; auto: bfloat16 where the hardware has it. Judging is always float32"
     )
     sample_prompt: str = Field("The difference between a list and a tuple is", description="continued in the report")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     name: str = Field("child", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="folder name of the child")
     machine: MachineConfig = MachineConfig()
-
-    @field_validator("targets")
-    @classmethod
-    def _targets_parse(cls, targets: list[str]) -> list[str]:
-        for target in targets:
-            Target.parse(target)
-        return targets
 
     @model_validator(mode="after")
     def _enough_training_tokens(self) -> "RunConfig":
@@ -207,12 +211,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{path}: cannot be read ({reason})") from None
-    except yaml.YAMLError as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read ({why})") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: not valid YAML ({getattr(error, 'problem', error)})") from None
+        raise ConfigError(f"{path}{where}: not valid YAML ({getattr(error, 'problem', reason(error))})") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: a mapping of keys to values is expected")
     return data
@@ -237,6 +241,8 @@ def _complaint(model: type[BaseModel], error: Any) -> str:
         return f"unknown key {key!r}{did_you_mean(key, _known_keys(model, error['loc'][:-1]))}"
     if error["type"] == "missing":
         return f"the key {key!r} is missing"
+    if error["type"] == "model_type":
+        return f"a mapping of keys to values is expected (found {error['input']!r})"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return message
@@ -248,7 +254,7 @@ def _known_keys(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
         if isinstance(part, int):
             continue
         annotation = model.model_fields[part].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        candidates = [*get_args(annotation), annotation]
         model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
     return list(model.model_fields)
 
@@ -265,7 +271,7 @@ def _place(source: str | Path, loc: tuple[Any, ...]) -> str:
                 if not found:
                     break
                 line, node = found[0][0].start_mark.line + 1, found[0][1]
-            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            elif isinstance(node, yaml.SequenceNode) and part < len(node.value):
                 node = node.value[part]
                 line = node.start_mark.line + 1
     return ", ".join(str(p) for p in (source, f"line {line}" if line else "", key) if p)

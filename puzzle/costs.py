@@ -82,7 +82,7 @@ _UNITS: dict[str, dict[str, float]] = {
     "time": {"ms": 1.0, "s": 1e3, "us": 1e-3},
     "bytes": {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
     "count": {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9},
-    "energy": {"j": 1.0, "mj": 1e-3},
+    "energy": {"j": 1.0},
 }
 _TARGET = re.compile(r"\s*([a-z_]+)\s*(>=|<=)\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*")
 
@@ -114,19 +114,17 @@ class Target:
         wanted = ">=" if measure == "throughput" else "<="
         if sense != wanted:
             raise ConfigError(f"target {text!r}: {measure} takes {wanted}, not {sense}")
+        units = {**_UNITS[_MEASURES[measure][1]], "x": 1.0}
+        if unit.lower() not in units:
+            complaint = f"unit {unit!r} does not fit {measure}" if unit else f"{measure} needs a unit"
+            raise ConfigError(f"target {text!r}: {complaint} (known: {', '.join(u for u in units if u)})")
         try:
-            value = float(number)
+            value = float(number) * units[unit.lower()]
         except ValueError:
             raise ConfigError(f"target {text!r}: {number!r} is not a number") from None
         if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"target {text!r}: the value must be above zero")
-        if unit == "x":
-            return cls(measure, wanted, value, True, text.strip())
-        units = _UNITS[_MEASURES[measure][1]]
-        if unit.lower() not in units:
-            known = ", ".join(u for u in [*units, "x"] if u)
-            raise ConfigError(f"target {text!r}: unit {unit!r} does not fit {measure} (known: {known})")
-        return cls(measure, wanted, value * units[unit.lower()], False, text.strip())
+            raise ConfigError(f"target {text!r}: the value must be finite and above zero")
+        return cls(measure, wanted, value, unit.lower() == "x", text.strip())
 
     def constraint(self, scenario: Scenario, parent: dict[str, float]) -> Constraint:
         """The linear constraint over the whole model; `parent` holds the parent's total of each cost column.

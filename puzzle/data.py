@@ -43,18 +43,22 @@ def documents(config: DataConfig, progress: Progress = silent) -> Dataset:
     Raises:
         ConfigError: the source does not exist, cannot be read or reached, lacks the text column, or is empty.
     """
-    path = Path(config.source).expanduser()
-    if config.source == PYTHON_DOCS:
-        found = _table(python_docs(progress))
-    elif path.exists():
-        found = _local(path, config.text_column)
-    elif path.suffix.lower() in _SUFFIXES or config.source.startswith((".", "/", "~")):
-        raise ConfigError(f"{config.source}: no such file or folder")
-    else:
-        found = _hub(config)
+    with _quiet():
+        found = _read(config, progress)
     if not any(text.strip() for batch in found.iter(1_000) for text in batch["text"] if text):
         raise ConfigError(f"{config.source}: the data is empty; it holds no text")
     return found
+
+
+def _read(config: DataConfig, progress: Progress) -> Dataset:
+    path = Path(config.source).expanduser()
+    if config.source == PYTHON_DOCS:
+        return _table(python_docs(progress))
+    if path.exists():
+        return _local(path, config.text_column)
+    if path.suffix.lower() in _SUFFIXES or config.source.startswith((".", "/", "~")):
+        raise ConfigError(f"{config.source}: no such file or folder")
+    return _hub(config)
 
 
 def _local(path: Path, column: str) -> Dataset:
@@ -82,10 +86,9 @@ def _hub(config: DataConfig) -> Dataset:
 
 
 def _load(source: str | Path, *args: Any, **options: Any) -> Dataset:
-    """`datasets.load_dataset` without its progress bars and retry messages, its errors in one sentence."""
+    """`datasets.load_dataset`, its errors in one sentence."""
     try:
-        with _quiet():
-            return datasets.load_dataset(*args, **options)
+        return datasets.load_dataset(*args, **options)
     except ConnectionError:
         raise
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
@@ -98,9 +101,11 @@ def _text_column(found: Dataset, column: str, source: str | Path) -> Dataset:
         names = ", ".join(found.column_names) or "none"
         raise ConfigError(f"{source}: has no column {column!r} for the text (set text_column; its columns: {names})")
     dtype = getattr(found.features[column], "dtype", "nested")
-    if dtype not in ("string", "large_string"):
+    if dtype not in ("string", "large_string", "null"):
         raise ConfigError(f"{source}: the column {column!r} holds {dtype} values, not text")
-    found = found.select_columns([column]).rename_column(column, "text")
+    found = found.select_columns([column])
+    if column != "text":
+        found = found.rename_column(column, "text")
     return found.cast_column("text", datasets.Value("string"))
 
 
@@ -219,20 +224,6 @@ def _counted(encoded: Iterator[list[int]], total: int, progress: Progress) -> It
         done += len(ids)
         progress("tokenising", min(done, total), total)
         yield ids
-
-
-def blocks(config: DataConfig, tokenizer: Any, tokens: int, seed: int, progress: Progress = silent) -> torch.Tensor:
-    """At least `tokens` tokens of a source, in the documents' order of the seed, as int64 `[sequences, seq]`.
-
-    Raises:
-        ConfigError: as `documents`, or there is not enough text.
-    """
-    found = documents(config, progress)
-    order, _ = _shuffled(found, seed)
-    packed = pack(_encoded(found.select(order), tokenizer), config.seq_length, tokens)
-    if packed.blocks.size < tokens:
-        raise ConfigError(f"{config.source}: holds {packed.tokens_read:,} tokens, {tokens:,} are asked for")
-    return torch.from_numpy(packed.blocks.astype(np.int64))
 
 
 def load_split(folder: Path, name: str) -> torch.Tensor:

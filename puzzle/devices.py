@@ -2,12 +2,12 @@
 """Where and in which arithmetic work is done, and seeds that depend on what is computed, not on the order."""
 
 import hashlib
-import os
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 
-from puzzle.errors import ConfigError
+from puzzle.errors import ConfigError, reason
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -23,7 +23,7 @@ def resolve_device(name: str) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"device {name!r} cannot be used here: {reason(error)}") from None
     return name
 
 
@@ -38,14 +38,16 @@ def resolve_dtype(name: str, device: str) -> str:
 
 def _cpu_has_bf16() -> bool:
     try:
-        flags = next(line for line in open("/proc/cpuinfo") if line.startswith("flags"))
-    except (OSError, StopIteration):
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def set_threads(threads: int | None) -> None:
-    torch.set_num_threads(threads or os.cpu_count() or 1)
+    """Use so many CPU threads; None leaves torch's own choice: all cores this process may use, or OMP_NUM_THREADS."""
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def autocast(device: str, dtype: str) -> AbstractContextManager:

@@ -17,6 +17,12 @@ class ConfigError(PuzzleError):
     exit_code = 2
 
 
+class OutputError(PuzzleError):
+    """What Puzzle makes cannot be written where the user wants it: a full disk, a folder without permission."""
+
+    exit_code = 2
+
+
 class UnsupportedError(PuzzleError):
     """The input is valid, but of a kind Puzzle does not handle."""
 
@@ -27,6 +33,11 @@ class InfeasibleError(PuzzleError):
     """No architecture of the search space meets the targets."""
 
     exit_code = 3
+
+
+def reason(error: BaseException) -> str:
+    """Another library's error on one line, to be put in parentheses into a sentence of ours."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

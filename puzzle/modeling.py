@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The child: a Llama whose layers differ. Self-contained (torch and transformers only): this file travels in each child.
+"""The child: a Llama whose layers differ. Needs torch and transformers only, since this file travels in each child.
 
 Format: `model_type: nemotron-nas` with one entry of `block_configs` per layer, as in Llama-Nemotron (arXiv 2505.00949).
 Everything but the choice of modules per layer is transformers' own Llama: attention, rotary embedding, masks, caches,
@@ -36,9 +36,11 @@ class DeciLMConfig(LlamaConfig):
         self.block_configs = block_configs or [{"attention": {}, "ffn": {}} for _ in range(self.num_hidden_layers)]
         if len(self.block_configs) != self.num_hidden_layers:
             raise ValueError(f"{len(self.block_configs)} block_configs for {self.num_hidden_layers} layers")
+        if any(block["attention"].get("window_length") for block in self.block_configs):
+            raise ValueError("attention windows (window_length) are not computed here")
 
     def layer_config(self, layer: int) -> LlamaConfig:
-        """This config as a plain Llama would have it in one layer."""
+        """The config as a plain Llama would have it in one layer."""
         block = self.block_configs[layer]
         config = copy.copy(self)
         if group := block["attention"].get("n_heads_in_group"):
@@ -48,8 +50,11 @@ class DeciLMConfig(LlamaConfig):
         return config
 
 
-class LinearAttention(nn.Module):
-    """An attention subblock replaced by one matrix: token-wise, no cache."""
+class LinearAttn(nn.Module):
+    """An attention subblock replaced by one matrix: token-wise, no cache.
+
+    Not named `...Attention`: transformers would take it for an own attention that ignores `set_attn_implementation`.
+    """
 
     def __init__(self, hidden_size: int):
         super().__init__()
@@ -83,7 +88,8 @@ class DeciLMDecoderLayer(GradientCheckpointingLayer):
         if not block["attention"].get("no_op"):
             self.input_layernorm = LlamaRMSNorm(own.hidden_size, eps=own.rms_norm_eps)
             linear = block["attention"].get("replace_with_linear")
-            self.self_attn = LinearAttention(own.hidden_size) if linear else LlamaAttention(own, cache_index)
+            self.self_attn = LinearAttn(own.hidden_size) if linear else LlamaAttention(own, cache_index)
+            self.self_attn.config = config  # the model's: `set_attn_implementation` must reach masks and layers alike
         else:
             self.self_attn = None
         if not block["ffn"].get("no_op"):

@@ -14,9 +14,12 @@ from collections.abc import Sequence
 from types import ModuleType
 
 MODEL_TYPE = "nemotron-nas"
-_TABLES = {  # module of transformers -> (table in it, our entry)
-    "transformers.models.auto.configuration_auto": ("CONFIG_MAPPING_NAMES", "DeciLMConfig"),
-    "transformers.models.auto.modeling_auto": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "DeciLMForCausalLM"),
+_TABLES = {  # module of transformers -> {table in it: our entry}
+    "transformers.models.auto.configuration_auto": {
+        "CONFIG_MAPPING_NAMES": "DeciLMConfig",
+        "MODEL_NAMES_MAPPING": "DeciLM",  # transformers 5.0 looks the names of all types up while it loads
+    },
+    "transformers.models.auto.modeling_auto": {"MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "DeciLMForCausalLM"},
 }
 _MODULE = "transformers.models.nemotron_nas"
 
@@ -47,8 +50,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _add(module: ModuleType) -> None:
-    table, entry = _TABLES[module.__name__]
-    getattr(module, table).setdefault(MODEL_TYPE, entry)  # a transformers that brings its own keeps it
+    for table, entry in _TABLES[module.__name__].items():
+        getattr(module, table, {}).setdefault(MODEL_TYPE, entry)  # a transformers that brings its own keeps it
 
 
 def register() -> None:

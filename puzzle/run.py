@@ -23,7 +23,9 @@ from filelock import FileLock, Timeout
 from puzzle.architecture import fingerprint
 from puzzle.config import RunConfig, read_yaml, validate
 from puzzle.costs import Solution
-from puzzle.errors import ConfigError, PuzzleError
+from puzzle.errors import ConfigError, OutputError, PuzzleError, reason
+
+_SCRATCH = ".writing-"  # prefix of the folders in which outputs grow until they are whole
 
 Progress = Callable[[str, int, int], None]
 """Called as `progress(what, done, total)`; the command line draws it, libraries may pass a no-op."""
@@ -40,12 +42,13 @@ def atomic(path: Path) -> Iterator[Path]:
     Works for files and for folders. An existing folder is swapped out, never half replaced.
 
     Raises:
-        PuzzleError: the disk is full.
+        OutputError: the disk is full, or the folder cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    temporary = scratch / path.name
+    scratch = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=path.parent))
+        temporary = scratch / path.name
         yield temporary
         for file in [temporary] if temporary.is_file() else temporary.rglob("*"):
             if file.is_file():
@@ -53,10 +56,13 @@ def atomic(path: Path) -> Iterator[Path]:
         if path.is_dir():
             path.rename(scratch / "old")
         os.replace(temporary, path)
-    except OSError as error:
-        raise disk_error(error, path) or error from None
+    except Exception as error:  # safetensors has its own class for a full disk
+        if known := disk_error(error, path):
+            raise known from None
+        raise
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _sync(file: Path) -> None:
@@ -64,13 +70,13 @@ def _sync(file: Path) -> None:
         os.fsync(handle.fileno())
 
 
-def disk_error(error: BaseException, path: Path) -> PuzzleError | None:
+def disk_error(error: BaseException, path: Path) -> OutputError | None:
     """One sentence for a full disk or a folder that cannot be written, or None for another error."""
     number = getattr(error, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in str(error):
-        return PuzzleError(f"{path}: the disk is full; free some space and run the same command again to continue")
-    if number in (errno.EACCES, errno.EROFS, errno.EPERM):
-        return PuzzleError(f"{path}: cannot be written ({error.strerror})")  # type: ignore[attr-defined]
+        return OutputError(f"{path}: the disk is full; free some space and run the same command again to continue")
+    if number in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG):
+        return OutputError(f"{path}: cannot be written ({os.strerror(number)})")
     return None
 
 
@@ -90,7 +96,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON ({error})") from None
+        raise ConfigError(f"{path}: cannot be read as JSON ({reason(error)})") from None
 
 
 @dataclass(frozen=True)
@@ -162,13 +168,15 @@ class Run:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run for this process.
+        """Hold the run for this process, and clear away what killed ones left half written.
 
         Raises:
             PuzzleError: another process holds it.
         """
         try:
             with FileLock(self.path / ".lock", timeout=0):
+                for scratch in list(self.path.rglob(f"{_SCRATCH}*")):
+                    shutil.rmtree(scratch, ignore_errors=True)
                 yield
         except Timeout:
             raise PuzzleError(f"{self.path}: another puzzle process is working on this run") from None

@@ -5,6 +5,8 @@ A report is a folder: `index.html` (self-contained: opens from disk, needs no ne
 `summary.json` for scripts, `figures/` (SVG and PNG) and `tables/` (CSV).
 """
 
+import base64
+import gzip
 import json
 import shlex
 from collections.abc import Callable
@@ -276,6 +278,6 @@ def _page(template: str, context: dict[str, Any]) -> str:
     assets = {
         "style": Markup((_TEMPLATES / "style.css").read_text("utf-8")),  # noqa: S704 - our own file
         "script": Markup((_TEMPLATES / "front.js").read_text("utf-8")),  # noqa: S704 - our own file
-        "plotly": Markup(get_plotlyjs()),  # noqa: S704 - holds no closing script tag, as a test checks
+        "plotly": base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),  # 2 MB instead of 5
     }
     return _environment(autoescape=True).get_template(template).render(**assets, **context)

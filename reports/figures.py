@@ -104,8 +104,7 @@ def inline_svg(draw: Draw, name: str, label: str) -> Markup:
     """Both widths of a figure as inline SVG that takes its colours from CSS variables."""
     parts = []
     for width, kind in ((WIDE, "wide"), (NARROW, "narrow")):
-        svg = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<!--.*?-->", "", _svg(draw, width, name), flags=re.S)
-        svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # ids that a page with several figures would repeat
+        svg = _compact(_svg(draw, width, name))
         for colour, variable in VARIABLES.items():
             svg = svg.replace(colour, f"var(--{variable})")
         height = re.findall(r'viewBox="0 0 [\d.]+ ([\d.]+)"', svg)[0]
@@ -114,6 +113,15 @@ def inline_svg(draw: Draw, name: str, label: str) -> Markup:
         )
         parts.append(opening + Markup(svg[svg.index(">") + 1 :]))  # noqa: S704 - matplotlib escapes the text it draws
     return Markup("").join(parts)
+
+
+def _compact(svg: str) -> str:
+    """The `<svg>` element of a file, with hundredths of a pixel, and without what a page has no use for."""
+    svg = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.S)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # ids that a page with several figures would repeat
+    svg = re.sub(r' d="[^"]*"', lambda d: " ".join(re.sub(r"(\.\d\d)\d+", r"\1", d[0]).split("\n")), svg)
+    svg = re.sub(r"<g>\s*(<path[^>]*/>)\s*</g>", r"\1", svg)
+    return re.sub(r"\n\s+", "\n", svg)
 
 
 def files(draw: Draw, name: str) -> dict[str, bytes]:
@@ -152,7 +160,7 @@ def write(
 
 
 def box(axes: Axes, x: float, y: float, width: float, height: float, colour: str, alpha: float = 1.0) -> None:
-    look: dict[str, Any] = {"facecolor": colour, "alpha": alpha, "linewidth": 0, "antialiased": False}
+    look: dict[str, Any] = {"facecolor": colour, "alpha": alpha, "linewidth": 0, "antialiased": False, "clip_on": False}
     axes.add_patch(Rectangle((x, y), width, height, **look))
 
 

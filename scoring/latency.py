@@ -9,9 +9,10 @@ so that weights come from memory as in the whole model, with the real KV cache. 
 import copy
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
@@ -25,6 +26,7 @@ from puzzle.architecture import PARENT, SUBBLOCKS, AttentionConfig, BlockConfig,
 from puzzle.checkpoint import Checkpoint, with_sdpa
 from puzzle.config import MeasureConfig
 from puzzle.costs import CONSTANT, MODEL, Scenario
+from puzzle.errors import PuzzleError
 from puzzle.modeling import DeciLMConfig, DeciLMDecoderLayer, DeciLMForCausalLM, uses_cache
 from puzzle.run import Progress
 from puzzle.variants import subblock_config
@@ -32,6 +34,7 @@ from puzzle.variants import subblock_config
 STACK_BYTES = 2**30  # at most, per stack: enough to leave every CPU cache
 NOTHING = BlockConfig(AttentionConfig(no_op=True), FFNConfig(no_op=True))
 PHASES = ("prefill", "decode")
+Key = TypeVar("Key", bound=Hashable)
 _CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 
 
@@ -49,21 +52,21 @@ class Timing:
         return Timing(self.prefill / layers, self.decode / layers)
 
     def row(self) -> dict[str, float]:
-        """Median and interquartile range of both phases, as columns of a cost table."""
+        """Median and interquartile range of both phases, as columns of a cost table; what noise takes below 0 is 0."""
         row = {}
         for phase in PHASES:
             low, median, high = np.percentile(getattr(self, phase), [25, 50, 75])
-            row |= {f"{phase}_ms": float(median), f"{phase}_iqr_ms": float(high - low)}
+            row |= {f"{phase}_ms": max(0.0, float(median)), f"{phase}_iqr_ms": float(high - low)}
         return row
 
 
 def time_models(
-    models: dict[str, PreTrainedModel | Callable[[], PreTrainedModel]],
+    models: dict[Key, PreTrainedModel | Callable[[], PreTrainedModel]],
     scenario: Scenario,
     vocab_size: int,
     config: MeasureConfig,
     progress: Progress,
-) -> dict[str, Timing]:
+) -> dict[Key, Timing]:
     """Time prefill and decode of several models in turns.
 
     Args:
@@ -76,8 +79,8 @@ def time_models(
     generator = torch.Generator().manual_seed(0)
     shape = (scenario.batch, scenario.prompt + scenario.generated // 2)
     tokens = torch.randint(vocab_size, shape, generator=generator).to(scenario.device)
-    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-    caches: dict[str, DynamicCache] = {}
+    rounds: dict[Key, list[tuple[float, float]]] = {name: [] for name in models}
+    caches: dict[Key, DynamicCache] = {}
     total = (config.warmup + config.repeats) * len(models)
     for done in range(total):
         progress("latency", done, total)
@@ -123,31 +126,42 @@ def measure_costs(
 
     Returns:
         Rows as `puzzle.costs` documents, with `prefill_iqr_ms` and `decode_iqr_ms`, interquartile ranges over rounds.
+
+    Raises:
+        PuzzleError: the parent's layers take no measurable time.
     """
     shape, stacks = checkpoint.shape, Stacks(checkpoint, scenario)
     distinct = sorted({(v.subblock, v.name) for v in variants} | {(s, PARENT) for s in SUBBLOCKS})
     blocks = {(s, n): _alone(s, n, checkpoint) for s, n in distinct if n != "no_op"}
     blocks |= {(MODEL, CONSTANT): NOTHING, (MODEL, PARENT): checkpoint.parent_block}
-    models = {"/".join(key): stacks.add(block) for key, block in blocks.items()}
+    models = {key: stacks.add(block) for key, block in blocks.items()}
     times = time_models(models, scenario, shape.vocab_size, config, progress)
-    nothing = times[f"{MODEL}/{CONSTANT}"]
-    layers = stacks.layers
-    nil = {f"{phase}_{column}": 0.0 for phase in PHASES for column in ("ms", "iqr_ms")}  # a no-op takes no time
-    costs = {
-        (subblock, name): ((times[f"{subblock}/{name}"] - nothing) / layers).row() if name != "no_op" else nil
-        for subblock, name in distinct
-    }
-    constant = nothing.row()
-    whole = ((times[f"{MODEL}/{PARENT}"] - nothing) / layers).row()
-    for phase in PHASES:
-        # what a layer of the parent takes beyond its two halves: with it, the prediction is exact for the parent
-        beyond = whole[f"{phase}_ms"] - sum(costs[s, PARENT][f"{phase}_ms"] for s in SUBBLOCKS)
-        constant[f"{phase}_ms"] += beyond * shape.num_layers
-    rows = [{"layer": -1, "subblock": MODEL, "variant": CONSTANT} | constant | constant_sizes(shape, scenario.dtype)]
+    nothing = times.pop((MODEL, CONSTANT))
+    costs = _scaled({key: ((timing - nothing) / stacks.layers).row() for key, timing in times.items()})
+    constant = nothing.row() | constant_sizes(shape, scenario.dtype)
+    rows = [{"layer": -1, "subblock": MODEL, "variant": CONSTANT} | constant]
     for v in variants:
         sizes = subblock_sizes(v.name, v.subblock, shape, scenario.dtype)
         rows.append({"layer": v.layer, "subblock": v.subblock, "variant": v.name} | costs[v.subblock, v.name] | sizes)
     return pd.DataFrame(rows)
+
+
+def _scaled(costs: dict[tuple[str, str], dict[str, float]]) -> dict[tuple[str, str], dict[str, float]]:
+    """Costs of subblocks measured alone, scaled so that the parent's two halves add up to its whole layer.
+
+    Halves alone do not cost what they cost together (the working set is another); with this the prediction is exact for
+    the parent. A no-op takes no time.
+    """
+    scaled = {key: dict(row) for key, row in costs.items() if key[0] != MODEL}
+    for phase in PHASES:
+        whole, halves = costs[MODEL, PARENT][f"{phase}_ms"], sum(costs[s, PARENT][f"{phase}_ms"] for s in SUBBLOCKS)
+        if not (whole > 0 and halves > 0):
+            raise PuzzleError(f"{phase}: the parent's layers take no measurable time; raise measure.repeats")
+        for row in scaled.values():
+            for column in (f"{phase}_ms", f"{phase}_iqr_ms"):
+                row[column] *= whole / halves
+    nil = dict.fromkeys(next(iter(scaled.values())), 0.0)
+    return scaled | {(subblock, "no_op"): nil for subblock in SUBBLOCKS}
 
 
 def _alone(subblock: Subblock, name: str, checkpoint: Checkpoint) -> BlockConfig:

@@ -7,13 +7,13 @@ loaded once and no prefix is computed twice, yet the figures are those of the na
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import partial
 
 import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from puzzle.architecture import PARENT, SubblockVariant
+from puzzle.architecture import PARENT, Subblock, SubblockVariant
 from puzzle.block_library import BlockLibrary
 from puzzle.depth import Depth, apply
 from puzzle.evaluate import TokenSums, compare_logits
@@ -51,15 +51,17 @@ def sweep(
     layers = depth.checkpoint.shape.num_layers
     for i, layer in enumerate(depth.layers()):
         progress("replacement scores", i, layers)
-        for states in carried.values():
-            _push(layer, states, context, batch)
+        after = partial(_after, layer, context, batch)
+        for variant, states in carried.items():
+            carried[variant] = after("ffn", layer.mlp, after("attention", layer.self_attn, states))
+        attended = after("attention", layer.self_attn, parent)
         for variant in by_layer[i]:
-            carried[variant] = torch.empty_like(parent)
-        for start in range(0, len(parent), batch):
-            part = slice(start, start + batch)
-            for variant, states in _introduce(depth, library, layer, by_layer[i], parent[part], context):
-                carried[variant][part] = states
-        _push(layer, parent, context, batch)
+            module = _module(depth, library, variant)
+            if variant.subblock == "attention":
+                carried[variant] = after("ffn", layer.mlp, after("attention", module, parent))
+            else:
+                carried[variant] = after("ffn", module, attended)
+        parent = after("ffn", layer.mlp, attended)
     progress("replacement scores", layers, layers)
     rows = [_parent_row(v, tokens.numel()) for v in variants if v.name == PARENT]
     return pd.DataFrame(rows + _judge(depth, parent, carried, tokens)).sort_values(
@@ -67,31 +69,17 @@ def sweep(
     )
 
 
-def _push(layer: DeciLMDecoderLayer, states: Tensor, context: dict, batch: int) -> None:
-    for part in states.split(batch):
-        part.copy_(layer(part, **context))
+def _after(
+    layer: DeciLMDecoderLayer, context: dict, batch: int, subblock: Subblock, module: nn.Module | None, states: Tensor
+) -> Tensor:
+    """The states [sequences, seq, hidden] after a subblock of this layer, were it this module."""
+    norm = layer.input_layernorm if subblock == "attention" else layer.post_attention_layernorm
+    return torch.cat([part + apply(module, subblock, norm(part), context) for part in states.split(batch)])
 
 
-def _introduce(
-    depth: Depth,
-    library: BlockLibrary,
-    layer: DeciLMDecoderLayer,
-    variants: list[SubblockVariant],
-    states: Tensor,
-    context: dict,
-) -> Iterator[tuple[SubblockVariant, Tensor]]:
-    """The states after this layer, had the one subblock been replaced; for states [batch, seq, hidden] before it."""
-    x = layer.input_layernorm(states)
-    attended = states + apply(layer.self_attn, "attention", x, context)
-    x2 = layer.post_attention_layernorm(attended)
-    for variant in variants:
-        config = subblock_config(variant.name, variant.subblock, depth.checkpoint.shape)
-        module = depth.checkpoint.subblock(variant.subblock, config, library.load(variant), depth.device, depth.dtype)
-        if variant.subblock == "ffn":
-            yield variant, attended + apply(module, "ffn", x2, context)
-        else:
-            replaced = states + apply(module, "attention", x, context)
-            yield variant, replaced + layer.mlp(layer.post_attention_layernorm(replaced))
+def _module(depth: Depth, library: BlockLibrary, variant: SubblockVariant) -> nn.Module | None:
+    config = subblock_config(variant.name, variant.subblock, depth.checkpoint.shape)
+    return depth.checkpoint.subblock(variant.subblock, config, library.load(variant), depth.device, depth.dtype)
 
 
 def _judge(depth: Depth, parent: Tensor, carried: dict[SubblockVariant, Tensor], tokens: Tensor) -> list[dict]:

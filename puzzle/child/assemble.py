@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An architecture and a block library become a checkpoint, checked by a fresh process before it counts as written."""
 
-import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,17 +16,27 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import puzzle.modeling
-from puzzle.architecture import SUBBLOCKS, Architecture, BlockConfig, SubblockVariant
+from puzzle.architecture import (
+    PARENT,
+    SUBBLOCKS,
+    Architecture,
+    AttentionConfig,
+    BlockConfig,
+    FFNConfig,
+    SubblockVariant,
+)
 from puzzle.block_library import BlockLibrary
 from puzzle.checkpoint import EMBEDDING, HEAD, NORM, Checkpoint
 from puzzle.depth import Depth, apply
 from puzzle.errors import PuzzleError
-from puzzle.run import atomic, write_json
+from puzzle.modeling import DeciLMConfig
+from puzzle.run import atomic, read_json, write_json
 from puzzle.variants import block_configs, subblock_config
 
 PREFIX = {"attention": "self_attn.", "ffn": "mlp."}
 NORMS = {"attention": "input_layernorm.weight", "ffn": "post_attention_layernorm.weight"}
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "*.bin", "*.gguf", "*.pt", "*.pth", "README.md")
+COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
+OWN = ("config.json", "*.safetensors.index.json")  # written for the child
 
 
 def layer_state(
@@ -36,7 +46,7 @@ def layer_state(
     state = checkpoint.layer_state(layer)
     for subblock in SUBBLOCKS:
         variant = SubblockVariant(layer, subblock, architecture.name(layer, subblock))
-        if variant.name == "parent":
+        if variant.name == PARENT:
             continue
         state = {k: v for k, v in state.items() if not k.startswith(PREFIX[subblock])}
         state |= library.load(variant)
@@ -48,38 +58,33 @@ def layer_state(
 def child_tensors(
     checkpoint: Checkpoint, library: BlockLibrary, architecture: Architecture
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the child under its checkpoint name, in the parent's dtype, a layer at a time."""
-    dtype = checkpoint.dtype
+    """Every tensor of the child under its checkpoint name, as stored in parent and library, a layer at a time."""
     yield EMBEDDING, checkpoint.tensor(EMBEDDING)
     for layer in range(architecture.num_layers):
         for name, tensor in sorted(layer_state(checkpoint, library, architecture, layer).items()):
-            yield f"model.layers.{layer}.{name}", tensor.to(dtype)
+            yield f"model.layers.{layer}.{name}", tensor
     yield NORM, checkpoint.tensor(NORM)
     if not checkpoint.shape.tied_embeddings:
         yield HEAD, checkpoint.tensor(HEAD)
 
 
 def child_config(checkpoint: Checkpoint, blocks: list[BlockConfig]) -> dict[str, Any]:
-    """The child's config.json: a plain one of the parent's family where all layers are of one plain shape."""
-    first = blocks[0]
-    uniform = all(b == first for b in blocks) and first.attention.num_kv_heads and first.ffn.intermediate_size
-    dtype = str(checkpoint.dtype).removeprefix("torch.")
-    if uniform:
-        config = type(checkpoint.config)(
-            **{
-                **checkpoint.family.child_settings(checkpoint.config),
-                "num_key_value_heads": first.attention.num_kv_heads,
-                "intermediate_size": first.ffn.intermediate_size,
-            }
-        )
-        config.architectures = checkpoint.config.architectures
-    else:
-        config = checkpoint.child_config_with(blocks)
-        config.architectures = ["DeciLMForCausalLM"]
-        config.auto_map = {"AutoConfig": "modeling.DeciLMConfig", "AutoModelForCausalLM": "modeling.DeciLMForCausalLM"}
-    return {**json.loads(config.to_json_string(use_diff=False)), "dtype": dtype} | (
-        {"model_type": config.model_type} if config.model_type else {}
-    )
+    """The child's config.json: the parent's own, with other counts, where all layers are of one plain shape."""
+    dtype = {"dtype": str(checkpoint.dtype).removeprefix("torch.")}
+    heads, width = blocks[0].attention.num_kv_heads, blocks[0].ffn.intermediate_size
+    if all(block == BlockConfig(AttentionConfig(heads), FFNConfig(width)) for block in blocks):
+        parent = read_json(checkpoint.path / "config.json")
+        kept = {k: v for k, v in parent.items() if k not in ("torch_dtype", "auto_map")}
+        return kept | dtype | {"num_key_value_heads": heads, "intermediate_size": width}
+    settings = checkpoint.child_config_with(blocks).to_diff_dict()
+    names = {"AutoConfig": "DeciLMConfig", "AutoModelForCausalLM": "DeciLMForCausalLM"}
+    return {
+        **settings,
+        **dtype,
+        "model_type": DeciLMConfig.model_type,
+        "architectures": ["DeciLMForCausalLM"],
+        "auto_map": {auto: f"modeling.{name}" for auto, name in names.items()},
+    }
 
 
 def assemble(
@@ -95,7 +100,7 @@ def assemble(
         copy_companions(checkpoint.path, folder)
         config = child_config(checkpoint, block_configs(architecture, checkpoint.shape))
         write_json(folder / "config.json", config)
-        if "auto_map" in config:
+        if config["model_type"] == DeciLMConfig.model_type:
             shutil.copyfile(puzzle.modeling.__file__, folder / "modeling.py")
         write_json(folder / "puzzle_recipe.json", recipe | {"architecture": architecture.to_json()})
         save_sharded(dict(child_tensors(checkpoint, library, architecture)), folder)
@@ -105,7 +110,7 @@ def assemble(
 def copy_companions(source: Path, folder: Path) -> None:
     """Copy what belongs to a checkpoint besides weights and config: tokenizer, chat template, generation config."""
     for file in source.iterdir():
-        if file.is_file() and not any(file.match(pattern) for pattern in WEIGHTS):
+        if any(map(file.match, COMPANIONS)) and not any(map(file.match, OWN)):
             shutil.copyfile(file, folder / file.name)
 
 
@@ -125,33 +130,31 @@ def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
 def expected_logits(
     checkpoint: Checkpoint, library: BlockLibrary, architecture: Architecture, tokens: Tensor
 ) -> Tensor:
-    """The child's logits [batch, seq, vocab] in float32, computed from parent and library, not from the child's file."""
+    """The child's logits [batch, seq, vocab] in float32, from parent and library and not from the child's file."""
     depth = Depth(checkpoint, "cpu")
     context, states = depth.context(tokens.shape[1]), depth.embed(tokens)
     for i, layer in enumerate(depth.layers()):
-        for subblock in SUBBLOCKS:
+        norms, modules = (layer.input_layernorm, layer.post_attention_layernorm), (layer.self_attn, layer.mlp)
+        for subblock, norm, module in zip(SUBBLOCKS, norms, modules, strict=True):
             variant = SubblockVariant(i, subblock, architecture.name(i, subblock))
-            config = subblock_config(variant.name, subblock, checkpoint.shape)
-            module, norm = (
-                (layer.self_attn, layer.input_layernorm)
-                if subblock == "attention"
-                else (layer.mlp, layer.post_attention_layernorm)
-            )
-            if variant.name != "parent":
+            if variant.name != PARENT:
+                config = subblock_config(variant.name, subblock, checkpoint.shape)
                 module = checkpoint.subblock(subblock, config, library.load(variant), "cpu", torch.float32)
             states = states + apply(module, subblock, norm(states), context)
     return depth.norm()(states) @ depth.head_weight().T
 
 
 _PROBE = """
-import sys, torch
-from safetensors.torch import save_file
+import sys
 {prepare}
+import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, trust_remote_code={remote}).eval()
 with torch.no_grad():
-    save_file({{"logits": model(torch.tensor([[{tokens}]])).logits}}, sys.argv[2])
+    save_file({{"logits": model(torch.tensor([{tokens}])).logits}}, sys.argv[2])
 """
+_WITHOUT_PUZZLE = 'sys.modules["puzzle"] = None'  # from here on, importing it fails as where it is not installed
 
 
 def verify(folder: Path, checkpoint: Checkpoint, library: BlockLibrary, architecture: Architecture) -> None:
@@ -170,14 +173,23 @@ def verify(folder: Path, checkpoint: Checkpoint, library: BlockLibrary, architec
 
 
 def fresh_logits(folder: Path, tokens: list[int], without_puzzle: bool = False) -> Tensor:
-    """Logits [1, seq, vocab] of a checkpoint, float32, from a new process: by puzzle's registration or by remote code."""
-    program = _PROBE.format(
-        prepare="" if without_puzzle else "import puzzle", remote=without_puzzle, tokens=", ".join(map(str, tokens))
-    )
+    """Logits [1, seq, vocab] of a checkpoint in float32, from a new process.
+
+    Args:
+        folder: the checkpoint.
+        tokens: one sequence.
+        without_puzzle: load it by its own remote code where puzzle cannot be imported, instead of by puzzle.
+
+    Raises:
+        PuzzleError: it does not load there.
+    """
+    prepare = _WITHOUT_PUZZLE if without_puzzle else "import puzzle"
+    program = _PROBE.format(prepare=prepare, remote=without_puzzle, tokens=", ".join(map(str, tokens)))
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "logits.safetensors"
         command = [sys.executable, "-c", program, str(folder.resolve()), str(file)]
-        result = subprocess.run(command, capture_output=True, text=True, cwd=scratch)
+        environment = os.environ | {"HF_MODULES_CACHE": scratch}  # remote code is copied there
+        result = subprocess.run(command, capture_output=True, text=True, cwd=scratch, env=environment)
         if result.returncode:
             last = (result.stderr.strip().splitlines() or ["no message"])[-1]
             raise PuzzleError(f"{folder.name}: the written child does not load in a fresh process ({last})")

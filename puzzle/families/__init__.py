@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The families of parents Puzzle can compress: one file each."""
 
-from transformers import PretrainedConfig
+from pathlib import Path
 
 from puzzle.errors import UnsupportedError
 from puzzle.families.base import Family
@@ -10,13 +10,13 @@ from puzzle.families.llama import FAMILY as LLAMA
 FAMILIES = {family.model_type: family for family in (LLAMA,)}
 
 
-def family_of(config: PretrainedConfig) -> Family:
-    """The family of a parent's config.
+def family_of(model_type: object, source: Path) -> Family:
+    """The family of a parent's `model_type`, as read from `source`.
 
     Raises:
         UnsupportedError: the parent is of a kind that Puzzle does not compress.
     """
-    if config.model_type not in FAMILIES:
+    if model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise UnsupportedError(f"parents of model_type {config.model_type!r} are not supported (supported: {known})")
-    return FAMILIES[config.model_type]
+        raise UnsupportedError(f"{source}: models of model_type {model_type!r} are not supported (supported: {known})")
+    return FAMILIES[model_type]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Healing: global knowledge distillation of a whole child from its parent (2411.19146, section 4.3)."""
 
+import gc
 import logging
 import shutil
 import warnings
@@ -44,7 +45,8 @@ def heal(
     training arithmetic. `out` is the folder of `child` with other weights, in the same files and dtypes. Sequences are
     read in their order, again from the first when they run out. Killed and called again, healing continues from the
     last complete checkpoint in `state`, on a CPU with the same result as an unbroken run; a checkpoint made with other
-    arguments is not used. Works in one process and, started by torchrun or `accelerate launch`, in several.
+    arguments is not used. Works in one process and, started by torchrun or `accelerate launch`, in several: by DDP, or
+    by FSDP2 as in docs/fsdp2.yaml (there the child is judged in FSDP's mixed precision).
 
     Args:
         parent: a checkpoint; it is loaded whole, in `compute_dtype` while training.
@@ -63,19 +65,20 @@ def heal(
 
     Raises:
         ConfigError: the data or the config cannot be used.
-        UnsupportedError: parent and child do not fit each other, or the device cannot do it.
+        UnsupportedError: parent and child do not fit each other, or the device lacks the arithmetic.
 
     Warns:
         RuntimeWarning: a loss became NaN or infinite; training stopped there.
     """
     job = Job(parent, child, training, held_out, config, seed, compute_dtype, device, state, progress)
-    job.check()
     best = None
     with _quiet():
         if config.tokens:
+            job.check()
             state.mkdir(parents=True, exist_ok=True)
             with _log_to(state / "healing.log"):
                 best = _train(job)
+            gc.collect()  # Trainer holds its models in cycles
         processes = PartialState()
         with processes.main_process_first():
             if processes.is_main_process:

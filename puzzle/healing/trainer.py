@@ -34,6 +34,7 @@ from transformers import (
 from transformers.trainer_callback import DefaultFlowCallback
 
 from puzzle.architecture import fingerprint
+from puzzle.checkpoint import Checkpoint
 from puzzle.config import HealingConfig
 from puzzle.errors import ConfigError, UnsupportedError
 from puzzle.healing.losses import gkd_loss
@@ -60,6 +61,7 @@ class Job:
     progress: Progress
 
     def check(self) -> None:
+        """Find the user's mistakes before anything is loaded; raises as `heal`."""
         for name, tokens in (("training", self.training), ("held-out", self.held_out)):
             if tokens.ndim != 2 or not tokens.numel():
                 raise ConfigError(f"healing needs {name} tokens as [sequences, seq], not {list(tokens.shape)}")
@@ -77,6 +79,7 @@ class Job:
             raise UnsupportedError(
                 f"healing takes the first GPU it sees; instead of {where}, set CUDA_VISIBLE_DEVICES={where.index}"
             )
+        _ = self.layers
 
     @property
     def checkpoints(self) -> Path:
@@ -107,6 +110,20 @@ class Job:
         return frozenset(math.ceil(i * self.steps / n) for i in range(1, n + 1))
 
     @cached_property
+    def layers(self) -> list[int]:
+        """The layers whose hidden states are compared: all but those of which the child has nothing.
+
+        Raises:
+            UnsupportedError: the models do not fit each other.
+        """
+        child, parent = Checkpoint(self.child), Checkpoint(self.parent)
+        for field in ("vocab_size", "hidden_size", "num_layers"):
+            own, wanted = getattr(child.shape, field), getattr(parent.shape, field)
+            if own != wanted:
+                raise UnsupportedError(f"healing: {self.child} has {field} {own}, its parent {wanted}")
+        return [i for i, b in enumerate(child.blocks) if not (b.attention.no_op and b.ffn.no_op)]
+
+    @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor in the child's files."""
         found = {}
@@ -122,8 +139,8 @@ class Job:
         return fingerprint(
             {
                 "config": self.config.model_dump(mode="json"),
-                "models": [str(self.parent), str(self.child)],
-                "child": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+                "models": [Checkpoint(path).fingerprint for path in (self.parent, self.child)],
+                "written": [file.stat().st_mtime_ns for file in files],  # that hash looks into parts of the files only
                 "data": [hashlib.sha256(x.contiguous().numpy()).hexdigest() for x in (self.training, self.held_out)],
                 "seed": self.seed,
                 "dtype": self.dtype,
@@ -213,7 +230,7 @@ class Healer(Trainer):
         self.judge_head = parent.lm_head.weight.detach()
         parent.to(getattr(torch, job.dtype))
         # DDP, FSDP and autocast wrap the forward call of the whole model, so all of the child's work has to be in it.
-        child.forward = partial(_losses, child, job.config, _compared_layers(child.config, parent.config, job.config))
+        child.forward = partial(_losses, child, job.config, job.layers)
         data = _Sequences(job.training, job.steps * job.batch)
         super().__init__(model=child, args=args, train_dataset=data, callbacks=[_Flow(job)])
         self.pop_callback(DefaultFlowCallback)
@@ -222,7 +239,7 @@ class Healer(Trainer):
         self.summed = 0
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> SequentialSampler:
-        return SequentialSampler(train_dataset or self.train_dataset)
+        return SequentialSampler(self.train_dataset)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -305,19 +322,3 @@ def _losses(
         losses = gkd_loss(states, head, parent_states, parent_head, input_ids, terms, layers=layers)
     # Numbers, since FSDP rounds the tensors that a forward call returns to its own dtype.
     return {name: value.item() for name, value in losses.items()} if judging else losses
-
-
-def _compared_layers(child: Any, parent: Any, config: HealingConfig) -> list[int]:
-    """The layers whose hidden states are compared: all but those of which the child has nothing.
-
-    Raises:
-        UnsupportedError: the models do not fit each other.
-    """
-    needed = ["vocab_size", *(["hidden_size", "num_hidden_layers"] if config.cosine_weight else [])]
-    for field in needed:
-        if getattr(child, field) != getattr(parent, field):
-            raise UnsupportedError(
-                f"healing: the child's {field} is {getattr(child, field)}, the parent's {getattr(parent, field)}"
-            )
-    blocks = getattr(child, "block_configs", None) or [{"attention": {}, "ffn": {}}] * child.num_hidden_layers
-    return [i for i, b in enumerate(blocks) if not (b["attention"].get("no_op") and b["ffn"].get("no_op"))]

@@ -1,68 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
 """The library stage: walk the parent's depth once, make every variant of each layer on the way."""
 
+import hashlib
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property, partial
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from puzzle.architecture import Subblock, SubblockVariant, fingerprint
+from puzzle.architecture import Subblock, SubblockConfig, SubblockVariant, fingerprint
 from puzzle.block_library import BlockLibrary, VariantRecord, has_weights
 from puzzle.checkpoint import Checkpoint, find
 from puzzle.data import load_split
 from puzzle.depth import Depth, apply
 from puzzle.devices import autocast, generator, set_threads
+from puzzle.errors import ConfigError
 from puzzle.library import importance
 from puzzle.library.bld import Stream, Trainee, distil
 from puzzle.library.initialise import SubblockIO, gather, initialise, subblock_io
 from puzzle.modeling import DeciLMDecoderLayer
-from puzzle.run import Progress, Run, atomic, read_json
+from puzzle.run import Progress, Run, atomic
 from puzzle.variants import KINDS, expand, kind_of, subblock_config
 from puzzle.variants.base import State
 
 VERSION = 1
 HELD_OUT = 5  # every fifth calibration sequence judges closed forms and local distillation
+IMPORTANCE_TOKENS = 1_024  # per pass of the parent
+PREFIX: dict[Subblock, str] = {"attention": "self_attn.", "ffn": "mlp."}
 
 
 class Builder:
-    """What making variants needs, for all layers."""
+    """What making variants needs, for all layers.
+
+    Raises:
+        ConfigError: there are fewer than two calibration sequences.
+    """
 
     def __init__(self, run: Run, progress: Progress):
-        self.config, self.progress = run.config.library, progress
-        self.device, self.dtype = run.config.device, run.config.compute_dtype
-        set_threads(run.config.machine.threads)
+        self.run, self.progress = run, progress
+        self.config, self.device, self.dtype = run.config.library, run.config.device, run.config.compute_dtype
         self.checkpoint = Checkpoint(find(run.config.parent))
         self.library = BlockLibrary(run.path / "library")
         self.variants = [v for v in expand(run.config.search_space, self.checkpoint.shape) if has_weights(v)]
-        self.fingerprint = fingerprint(
-            {
-                "version": VERSION,
-                "parent": self.checkpoint.fingerprint,
-                "data": read_json(run.path / "data" / "splits.json"),
-                "library": self.config.model_dump(mode="json"),
-                "seed": run.config.seed,
-                "dtype": self.dtype,
-            }
-        )
         seq = run.config.data.seq_length
         self.batch = max(1, self.config.bld.batch_tokens // seq)  # sequences
+        self.calibration = load_split(run.path / "data", "calibration")
+        self.training = load_split(run.path / "data", "training")[: -(-self.config.bld.tokens // seq)]
+        if len(self.calibration) < 2:
+            raise ConfigError(
+                f"data.calibration_tokens: {seq} tokens are one sequence, and closed forms need one to fit and one to "
+                f"judge by; give at least {2 * seq}"
+            )
         self.depth = Depth(self.checkpoint, self.device)
         self.context = self.depth.context(seq)
-        self.importance = self._importance(run)
 
-    def _importance(self, run: Run) -> importance.Importance:
-        file = run.path / "activations" / f"importance-{self.fingerprint[:16]}.safetensors"
+    def _fingerprint(self, **more: object) -> str:
+        """Of what both the importance and the variants depend on, and `more`."""
+        common = {
+            "version": VERSION,
+            "parent": self.checkpoint.fingerprint,
+            "calibration": _hash(self.calibration),
+            "importance": self.config.importance,
+            "seed": self.run.config.seed,
+            "dtype": self.dtype,
+        }
+        return fingerprint(common | more)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return self._fingerprint(training=_hash(self.training), library=self.config.model_dump(mode="json"))
+
+    @cached_property
+    def importance(self) -> importance.Importance:
+        """Measured once for a parent and its calibration tokens, whatever else changes."""
+        file = self.run.path / "activations" / f"importance-{self._fingerprint()[:16]}.safetensors"
         if not file.exists():
             model = LlamaForCausalLM.from_pretrained(self.checkpoint.path, dtype=torch.float32).to(self.device).eval()
             measured = importance.measure(
                 model,
-                load_split(run.path / "data", "calibration"),
+                self.calibration,
                 self.config.importance,
-                generator=generator(run.config.seed, "importance"),
+                generator=generator(self.run.config.seed, "importance"),
                 compute_dtype=self.dtype,
-                batch=self.batch,
+                batch=max(1, IMPORTANCE_TOKENS // self.calibration.shape[1]),
                 progress=self.progress,
             )
             with atomic(file) as temporary:
@@ -85,15 +109,14 @@ class Builder:
         held = torch.arange(len(states)) % HELD_OUT == 0
         with torch.no_grad():
             fit, held_out = (subblock_io(layer, part, self.context) for part in (states[~held], states[held]))
-        stream = Stream(training, self.batch)
+        stream = Stream(training, self.batch, self.context, self.device, self.dtype)
         trainees, records = [], {}
         for variant, state, record in self._initialised(layer, variants, fit, held_out):
-            records[variant] = record
-            module = self._module(variant, state)
-            trainees.append(Trainee(variant, module, record.error, self.config.bld, max(1, len(stream))))
-        distil(layer, trainees, stream, held_out, self.context, self.device, self.dtype)
+            records[variant], module = record, self._module(variant, state)
+            trainees.append(Trainee(variant, module, record.error, self.config.bld, stream))
+        distil(layer, trainees, stream, held_out)
         for trainee in trainees:
-            self._save(trainee, records[trainee.variant], training.shape[0] * training.shape[1])
+            self._save(trainee, records[trainee.variant])
 
     def _initialised(
         self,
@@ -101,82 +124,86 @@ class Builder:
         variants: list[SubblockVariant],
         fit: dict[Subblock, SubblockIO],
         held_out: dict[Subblock, SubblockIO],
-    ) -> list[tuple[SubblockVariant, State, VariantRecord]]:
-        made = []
-        parent = {k: v.float() for k, v in layer.state_dict().items()}
-        for subblock in sorted({v.subblock for v in variants}):
-            weight = self.importance[f"{variants[0].layer}.{subblock}"]
+    ) -> Iterator[tuple[SubblockVariant, State, VariantRecord]]:
+        """First weights of the variants of one layer."""
+        for subblock, prefix in PREFIX.items():
+            chosen = [v for v in variants if v.subblock == subblock]
+            if not chosen:
+                continue
+            weight = self.importance[f"{chosen[0].layer}.{subblock}"]
             stats = gather(self.checkpoint, layer, subblock, fit[subblock], weight, self.context, self.batch)
-            own = {k: v for k, v in parent.items() if k.startswith(("self_attn.", "mlp.")[subblock == "ffn"])}
-            for variant in (v for v in variants if v.subblock == subblock):
-                kind, config = (
-                    kind_of(variant.name, subblock),
-                    subblock_config(variant.name, subblock, self.checkpoint.shape),
+            parent = {k: v for k, v in layer.state_dict().items() if k.startswith(prefix)}
+            for variant in chosen:
+                kind = kind_of(variant.name, subblock)
+                error = partial(self._error, variant, held_out[subblock])
+                first = initialise(kind, self._config(variant), parent, stats, error, self.config.ridge)
+                refitted = first.error_closed_form < first.error_start
+                yield (
+                    variant,
+                    first.state,
+                    VariantRecord(
+                        self.fingerprint,
+                        kind=next(name for name, known in KINDS.items() if known is kind),
+                        error_start=first.error_start,
+                        error_closed_form=first.error_closed_form,
+                        error=first.error_closed_form,
+                        tokens=0,
+                        state="closed form" if refitted else "start",
+                    ),
                 )
 
-                def error(state: State, variant: SubblockVariant = variant) -> float:
-                    module = self._module(variant, state)
-                    return held_out[variant.subblock].error(
-                        lambda x: apply(module, variant.subblock, x, self.context), self.batch
-                    )
+    def _error(self, variant: SubblockVariant, held_out: SubblockIO, state: State) -> float:
+        module = self._module(variant, state)
+        return held_out.error(lambda x: apply(module, variant.subblock, x, self.context), self.batch)
 
-                first = initialise(kind, config, own, stats, error, self.config.ridge)
-                name = next(name for name, known in KINDS.items() if known is kind)
-                record = VariantRecord(
-                    self.fingerprint,
-                    name,
-                    first.error_start,
-                    first.error_closed_form,
-                    first.error_closed_form,
-                    tokens=0,
-                    state="closed form" if first.error_closed_form < first.error_start else "start",
-                )
-                made.append((variant, first.state, record))
-        return made
+    def _config(self, variant: SubblockVariant) -> SubblockConfig:
+        return subblock_config(variant.name, variant.subblock, self.checkpoint.shape)
 
-    def _module(self, variant: SubblockVariant, state: State) -> torch.nn.Module:
-        config = subblock_config(variant.name, variant.subblock, self.checkpoint.shape)
-        module = self.checkpoint.subblock(variant.subblock, config, state, self.device, torch.float32)
+    def _module(self, variant: SubblockVariant, state: State) -> nn.Module:
+        module = self.checkpoint.subblock(variant.subblock, self._config(variant), state, self.device, torch.float32)
         assert module is not None
         return module
 
-    def _save(self, trainee: Trainee, record: VariantRecord, tokens: int) -> None:
-        prefix = "self_attn." if trainee.variant.subblock == "attention" else "mlp."
-        dtype = self.checkpoint.dtype
-        state = {prefix + k: v.to("cpu", dtype) for k, v in trainee.best.items()}
-        changes = {"tokens": tokens, "error": trainee.error}
+    def _save(self, trainee: Trainee, record: VariantRecord) -> None:
+        prefix = PREFIX[trainee.variant.subblock]
+        state = {prefix + k: v.to("cpu", self.checkpoint.dtype) for k, v in trainee.best.items()}
         if trainee.stopped:
-            changes["state"] = "stopped"
+            record = replace(record, state="stopped")
         elif trainee.error < record.error:
-            changes["state"] = "distilled"
-        self.library.save(trainee.variant, state, VariantRecord(**{**record.__dict__, **changes}))
+            record = replace(record, state="distilled")
+        self.library.save(trainee.variant, state, replace(record, error=trainee.error, tokens=trainee.tokens))
 
 
 def build(run: Run, progress: Progress) -> None:
-    """Make the block library of a run: RUN/library/*.safetensors and index.parquet. Continues what is there."""
+    """Make the block library of a run: RUN/library/*.safetensors and index.parquet. Continues what is there.
+
+    Raises:
+        ConfigError: there are fewer than two calibration sequences.
+    """
+    set_threads(run.config.machine.threads)
     builder = Builder(run, progress)
     todo = builder.missing()
-    layers = builder.checkpoint.shape.num_layers
     if todo:
-        data = run.path / "data"
-        states = builder.depth.embed(load_split(data, "calibration"))
-        sequences = -(-run.config.library.bld.tokens // run.config.data.seq_length)
-        training = builder.depth.embed(load_split(data, "training")[:sequences])
+        states, training = (builder.depth.embed(tokens) for tokens in (builder.calibration, builder.training))
         for i, layer in enumerate(builder.depth.layers()):
-            progress("library", i, layers)
-            if i > max(todo):
-                break
+            progress("library", i, max(todo) + 1)
             if i in todo:
                 builder.layer(layer, todo[i], states, training)
-            with torch.no_grad():
-                _push(layer, states, builder, "float32")
-                _push(layer, training, builder, builder.dtype)
-    progress("library", layers, layers)
+            if i == max(todo):
+                break
+            _push(layer, states, builder, "float32")
+            _push(layer, training, builder, builder.dtype)
+        progress("library", max(todo) + 1, max(todo) + 1)
     builder.library.write_index(builder.variants)
 
 
+@torch.no_grad()
 def _push(layer: DeciLMDecoderLayer, states: Tensor, builder: Builder, dtype: str) -> None:
     """Replace the states before a layer by those after it. Training states may be in mixed precision."""
     for part in states.split(builder.batch):
         with autocast(builder.device, dtype):
             part.copy_(layer(part, **builder.context))
+
+
+def _hash(tokens: Tensor) -> str:
+    return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()

@@ -35,15 +35,14 @@ def measure(
         tokens: [sequences, seq].
         method: see above.
         generator: draws the labels.
-        compute_dtype: arithmetic of the passes; sums are in float64.
+        compute_dtype: arithmetic of the passes; sums within a pass are float32, over passes float64.
         batch: sequences per pass.
         progress: called after each pass.
     """
     sums: Importance = {}
     collect = _fisher if method == "fisher" else _contribution
-    handles = []
+    heads, handles = model.config.num_key_value_heads, []
     for i, layer in enumerate(model.model.layers):
-        heads = model.config.num_key_value_heads
         handles.append(layer.self_attn.o_proj.register_forward_pre_hook(collect(sums, f"{i}.attention", heads)))
         handles.append(layer.mlp.down_proj.register_forward_pre_hook(collect(sums, f"{i}.ffn", None)))
     model.requires_grad_(False)
@@ -87,7 +86,7 @@ Hook = Callable[[torch.nn.Module, tuple[Tensor, ...]], None]
 
 
 def _add(sums: Importance, key: str, value: Tensor) -> None:
-    value = value.double().cpu()
+    value = value.cpu().double()
     sums[key] = sums[key] + value if key in sums else value
 
 

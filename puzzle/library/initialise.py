@@ -15,6 +15,7 @@ from puzzle.modeling import DeciLMDecoderLayer
 from puzzle.variants.base import Moments, State, SubblockStats, VariantKind, ridge
 
 LAST = {"attention": "o_proj", "ffn": "down_proj"}  # the matrix that writes a subblock's output
+TINY = 1e-30  # stands in for the norm of a parent's output that is zero throughout
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class SubblockIO:
         with torch.no_grad():
             pairs = zip(self.x.split(batch), self.y.split(batch), strict=True)
             missed = sum(float((y - output(x).float()).square().sum(dtype=torch.float64)) for x, y in pairs)
-        return missed / float(self.y.square().sum(dtype=torch.float64))
+        return missed / max(float(self.y.square().sum(dtype=torch.float64)), TINY)
 
 
 def subblock_io(layer: DeciLMDecoderLayer, states: Tensor, context: dict[str, Any]) -> dict[Subblock, SubblockIO]:
@@ -123,6 +124,9 @@ def initialise(
             continue
         name, fitted = refit
         for strength in strengths:
-            state = {**start, name: ridge(start[name], fitted, strength)}
+            try:
+                state = {**start, name: ridge(start[name], fitted, strength)}
+            except torch.linalg.LinAlgError:  # fewer tokens than features, and too weak a ridge for the rounding
+                continue
             best = min(best, (error(state), state), key=lambda pair: pair[0])
     return Initialised(best[1], best_start[0], best[0])

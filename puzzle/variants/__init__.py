@@ -32,8 +32,15 @@ KINDS: dict[str, VariantKind] = {
 
 
 def kind_of(name: str, subblock: Subblock) -> VariantKind:
-    """The kind a variant's name belongs to (not for `parent`)."""
-    return next(k for k in KINDS.values() if subblock in k.subblocks and k.config(name, subblock) is not None)
+    """The kind a variant's name belongs to (not for `parent`).
+
+    Raises:
+        ConfigError: no kind has such a name.
+    """
+    for kind in KINDS.values():
+        if subblock in kind.subblocks and kind.config(name, subblock) is not None:
+            return kind
+    raise ConfigError(f"there is no {subblock} variant {name!r}")
 
 
 def subblock_config(name: str, subblock: Subblock, shape: ModelShape) -> SubblockConfig:

@@ -67,7 +67,7 @@ def ridge(weight: Tensor, moments: Moments, strength: float) -> Tensor:
     """Least squares of the output on the features, pulled towards `weight`, in float64.
 
     Minimises ||Y - W F||^2 + s ||W - weight||^2 with s = strength * mean diagonal of F F^T. Ours; the paper uses
-    the weights as they are.
+    the weights as they are. Moments that rounding left indefinite take as many times 10 the strength as they need.
 
     Args:
         weight: [hidden, features].
@@ -81,5 +81,7 @@ def ridge(weight: Tensor, moments: Moments, strength: float) -> Tensor:
     diagonal = moments.gram.diagonal()
     damped = moments.gram + torch.diag_embed((strength * diagonal.mean()).clamp_min(1e-30).expand_as(diagonal))
     residual = moments.cross - start @ moments.gram
-    factor = torch.linalg.cholesky(damped)
+    factor, failed = torch.linalg.cholesky_ex(damped)
+    if failed:
+        return weight if strength > 1 else ridge(weight, moments, 10 * strength)
     return (start + torch.cholesky_solve(residual.T, factor).T).to(weight.dtype)

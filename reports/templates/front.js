@@ -1,14 +1,23 @@
 // The plot of loss against speed, drawn by Plotly over its static twin: hover names an architecture, a click shows it.
-(() => {
-  const plot = document.getElementById("plot");
+// A browser that cannot unpack Plotly keeps the static figure, whose points link to the same panels.
+(async () => {
+  if (typeof DecompressionStream === "undefined") return;
+  const element = (id) => document.getElementById(id);
+  const packed = Uint8Array.from(atob(element("plotly-gzip").textContent), (letter) => letter.charCodeAt(0));
+  const library = document.createElement("script");
+  library.textContent = await new Response(
+    new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip")),
+  ).text();
+  document.head.append(library);
+
+  const plot = element("plot");
   const panels = document.querySelector(".solutions");
-  if (!plot || typeof Plotly === "undefined") return;
-  const front = JSON.parse(document.getElementById("front-data").textContent);
-  document.getElementById("front").classList.add("scripted");
+  const front = JSON.parse(element("front-data").textContent);
+  element("front").classList.add("scripted");
   panels.classList.add("scripted");
 
   const show = (number) => {
-    const panel = document.getElementById(`solution-${number}`);
+    const panel = element(`solution-${number}`);
     if (!panel) return;
     panels.querySelectorAll(".shown").forEach((other) => other.classList.remove("shown"));
     panel.classList.add("shown");
