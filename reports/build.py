@@ -20,11 +20,11 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
+
+from puzzle.architecture import SUBBLOCKS
 from puzzle.reports import figures, layers, words
 from puzzle.reports.data import COSTS, ERRORS, MODELS, RunData, read, summary
 from puzzle.reports.front import Front
-
-from puzzle.architecture import SUBBLOCKS
 from puzzle.run import Progress, Run, atomic, silent
 
 _TEMPLATES = Path(__file__).parent / "templates"

@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
 from puzzle.reports.words import count, number
 
 WIDE, NARROW = 820, 340  # CSS pixels

@@ -7,14 +7,14 @@ from typing import Any
 
 import pandas as pd
 from markupsafe import escape
+
+from puzzle.architecture import Architecture
+from puzzle.costs import measure
 from puzzle.reports import figures
 from puzzle.reports.data import Candidate, RunData
 from puzzle.reports.figures import Point, Series
 from puzzle.reports.layers import silhouette
 from puzzle.reports.words import changed_layers, changes_sentence, number, plus_minus
-
-from puzzle.architecture import Architecture
-from puzzle.costs import measure
 
 _MARKERS = {"s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross", "X": "x"}
 _SYMBOLS = {**_MARKERS, "o": "circle", "*": "star"}

@@ -8,10 +8,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from puzzle.reports.figures import ACCENT, GHOST, INK, KEPT, MUTED, PAPER, WIDE, box, canvas, write
-from puzzle.reports.words import SUBBLOCK_NAMES, Bar, bar
 
 from puzzle.architecture import PARENT, SUBBLOCKS, Architecture, ModelShape, Subblock
+from puzzle.reports.figures import ACCENT, GHOST, INK, KEPT, MUTED, PAPER, WIDE, box, canvas, write
+from puzzle.reports.words import SUBBLOCK_NAMES, Bar, bar
 
 
 def architecture(architecture: Architecture, shape: ModelShape, width: int) -> Figure:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Literal
 
-from puzzle.reports.data import RunData
-
 from puzzle.architecture import PARENT, Architecture, ModelShape, Subblock
 from puzzle.costs import Target
+from puzzle.reports.data import RunData
 
 Kind = Literal["parent", "narrow", "linear", "removed", "other"]
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from safetensors.torch import save_file
 
 from puzzle.config import RunConfig, validate
 from puzzle.errors import ConfigError, OutputError, PuzzleError
-from puzzle.run import Run, Stage, atomic, cache_folder, disk_error, peak_memory, read_json, silent, write_json
+from puzzle.run import Run, Stage, atomic, cache_folder, disk_error, read_json, silent, write_json
 
 DATA = {"parent": "p", "search_space": {"attention": ["kv1"], "ffn": ["50%"]}, "targets": ["throughput>=1.5x"]}
 
@@ -397,9 +396,7 @@ def test_the_peak_of_memory_is_seen(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", config())
     for name, function in (("big", allocate), ("small", lambda run, progress: None)):
         stage = Stage(name, function, 1)
-        before = peak_memory()
         run.execute(stage, {name: stage}, "weights", silent)
-        assert before > 0
     peaks = {name: entry["peak_bytes"] for name, entry in run.manifest["stages"].items()}
     assert peaks["big"] > peaks["small"] + size // 2
 
@@ -421,8 +418,3 @@ def test_folders_are_hashed_by_names_and_contents(tmp_path: Path) -> None:
         assert output["files"] == len(files)
         hashes.add(output["sha256"])
     assert len(hashes) == 4
-
-
-def test_stages_start_at_a_time(tmp_path: Path) -> None:
-    started = finished(tmp_path).manifest["stages"]["data"]["started"]
-    assert abs(time.time() - __import__("datetime").datetime.fromisoformat(started).timestamp()) < 3_600

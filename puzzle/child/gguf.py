@@ -123,7 +123,10 @@ def check_supported(checkpoint: Checkpoint) -> None:
     if rope not in ROPE_TYPES:
         known = ", ".join(ROPE_TYPES)
         raise UnsupportedError(f"{path}: rotary embeddings of type {rope!r} are not written as GGUF (known: {known})")
-    for i, block in enumerate(checkpoint.blocks):
+    blocks = checkpoint.blocks
+    if not any(_kv_heads(block) for block in blocks):
+        raise UnsupportedError(f"{path}: llama.cpp cannot run a model without any attention")
+    for i, block in enumerate(blocks):
         if block.attention.window is not None:
             raise UnsupportedError(
                 f"{path}: layer {i} attends to a window of {block.attention.window} tokens, "
@@ -141,6 +144,7 @@ def _write(checkpoint: Checkpoint, file: Path, quant: str, progress: Progress) -
         _add_shape(writer, checkpoint)
         add_tokenizer(writer, checkpoint)
         writer.add_file_type(FILE_TYPES[quant])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         total = 0
         for entry in entries:
             stored = _format(entry, quant)
@@ -161,7 +165,9 @@ def _write(checkpoint: Checkpoint, file: Path, quant: str, progress: Progress) -
 def _add_description(writer: gguf.GGUFWriter, checkpoint: Checkpoint, parameters: int) -> None:
     """What the model card and the generation config say: licence, base model, languages, sampling."""
     writer.add_type(gguf.GGUFType.MODEL)
-    gguf.Metadata.load(None, checkpoint.path, None, parameters).set_gguf_meta_model(writer)
+    metadata = gguf.Metadata.load(None, checkpoint.path, None, parameters)
+    metadata.size_label = metadata.size_label or gguf.size_label(parameters, parameters, 0, 0)
+    metadata.set_gguf_meta_model(writer)
 
 
 def _add_shape(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:

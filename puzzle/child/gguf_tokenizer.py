@@ -90,8 +90,6 @@ def _vocabulary(spec: dict[str, Any], checkpoint: Checkpoint) -> tuple[list[str]
         control = token["special"] or (text.startswith("<|") and text.endswith("|>"))
         kind = gguf.TokenType.CONTROL if control else gguf.TokenType.USER_DEFINED
         put(token["id"], text if control else text.replace(SPACE, " "), kind)
-    if model["byte_fallback"] and (unknown := model["vocab"].get(model["unk_token"])) is not None:
-        types[unknown] = gguf.TokenType.UNKNOWN
     return tokens, types
 
 

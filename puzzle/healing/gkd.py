@@ -127,7 +127,7 @@ def _usable(checkpoint: Path, recipe: str) -> bool:
 
 
 def _load(path: Path, device: torch.device) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device=device)
 
 
 def _write(job: Job, best: Path | None, out: Path) -> None:

@@ -149,7 +149,7 @@ def gkd_loss(
         layers: the layers whose hidden states are compared; default all.
         mask: `[batch, seq]`, true for tokens that count; default all.
     """
-    terms = {}
+    terms: dict[str, Tensor] = {}
     if config.kl_weight or config.lm_weight:
         kl, lm = head_losses(
             child_states[-1].flatten(0, 1),

@@ -126,7 +126,7 @@ class Job:
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor in the child's files."""
-        found = {}
+        found: dict[str, torch.dtype] = {}
         for path in self.child.glob("*.safetensors"):
             with safe_open(path, "pt") as file:
                 found |= {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
@@ -141,7 +141,7 @@ class Job:
                 "config": self.config.model_dump(mode="json"),
                 "models": [Checkpoint(path).fingerprint for path in (self.parent, self.child)],
                 "written": [file.stat().st_mtime_ns for file in files],  # that hash looks into parts of the files only
-                "data": [hashlib.sha256(x.contiguous().numpy()).hexdigest() for x in (self.training, self.held_out)],
+                "data": [hashlib.sha256(x.numpy().tobytes()).hexdigest() for x in (self.training, self.held_out)],
                 "seed": self.seed,
                 "dtype": self.dtype,
             }
@@ -151,13 +151,13 @@ class Job:
 def training_arguments(job: Job, resuming: bool) -> TrainingArguments:
     config, kind = job.config, torch.device(job.device).type
     renamed = "activation_checkpointing" in TrainingArguments.__dataclass_fields__  # in later transformers
-    checkpointing = "activation_checkpointing" if renamed else "gradient_checkpointing"
+    saving: dict[str, Any] = {f"{'activation' if renamed else 'gradient'}_checkpointing": config.gradient_checkpointing}
     args = TrainingArguments(
         output_dir=str(job.checkpoints),
         max_steps=job.steps,
         per_device_train_batch_size=job.batch // job.parts,
         gradient_accumulation_steps=config.gradient_accumulation,
-        **{checkpointing: config.gradient_checkpointing},
+        **saving,
         learning_rate=config.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=round(config.warmup * job.steps),
@@ -231,15 +231,15 @@ class Healer(Trainer):
         parent.to(getattr(torch, job.dtype))
         # DDP, FSDP and autocast wrap the forward call of the whole model, so all of the child's work has to be in it.
         child.forward = partial(_losses, child, job.config, job.layers)
-        data = _Sequences(job.training, job.steps * job.batch)
-        super().__init__(model=child, args=args, train_dataset=data, callbacks=[_Flow(job)])
+        self.sequences = _Sequences(job.training, job.steps * job.batch)
+        super().__init__(model=child, args=args, train_dataset=self.sequences, callbacks=[_Flow(job)])
         self.pop_callback(DefaultFlowCallback)
         self.pop_callback(PrinterCallback)
         self.sums: dict[str, Tensor] = {}
         self.summed = 0
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset)
+        return SequentialSampler(self.sequences)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -289,7 +289,7 @@ def _states(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def _rounded(model: nn.Module, dtypes: dict[str, torch.dtype]) -> Iterator[None]:
+def _rounded(model: Any, dtypes: dict[str, torch.dtype]) -> Iterator[None]:
     """The weights as the child's files will hold them, for a while: what is judged is what is written."""
     changed = [(p, dtypes[n]) for n, p in model.named_parameters() if dtypes.get(n, p.dtype) != p.dtype]
     masters = [p.clone() for p, _ in changed]

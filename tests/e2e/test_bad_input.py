@@ -83,7 +83,7 @@ def test_empty_data(parent: Path, tmp_path: Path) -> None:
 
 def test_too_little_data(parent: Path, tmp_path: Path) -> None:
     (tmp_path / "short.jsonl").write_text(json.dumps({"text": "only this"}) + "\n")
-    check(compress(parent, tmp_path / "short.jsonl", tmp_path / "run"), 2, "too little")
+    check(compress(parent, tmp_path / "short.jsonl", tmp_path / "run"), 2, "short.jsonl", "give more text")
 
 
 def test_a_folder_that_is_not_a_run(parent: Path, corpus: Path, tmp_path: Path) -> None:

@@ -156,6 +156,7 @@ def test_an_architecture_of_parents_only_saves_a_plain_llama(parent: Path, corpu
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
+@pytest.mark.slow
 def test_parents_of_every_shape_go_through(any_parent: Path, corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     result = puzzle(

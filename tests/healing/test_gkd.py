@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 from puzzle.config import HealingConfig
 from puzzle.errors import ConfigError, UnsupportedError
@@ -308,6 +308,13 @@ def test_mistakes_are_named(models, tokens, tmp_path, changes, data, error, text
     with pytest.raises(error, match=text):
         run(models, given, tmp_path, CONFIG.model_copy(update=changes), **rest)
     assert not (tmp_path / "state").exists()
+
+
+def test_models_that_do_not_fit_are_refused(models, tokens, tmp_path):
+    smaller = LlamaConfig.from_pretrained(models["parent"], vocab_size=60)
+    LlamaForCausalLM(smaller).save_pretrained(tmp_path / "stranger")
+    with pytest.raises(UnsupportedError, match="stranger has vocab_size 60, its parent 61"):
+        run({**models, "child": tmp_path / "stranger"}, tokens, tmp_path)
 
 
 # Accelerate gives FSDP to GPUs only; told that these processes have some, it runs on CPUs as well.

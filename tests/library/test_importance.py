@@ -30,9 +30,7 @@ def assert_near(found: importance.Importance, wanted: dict[str, Tensor], rtol: f
         torch.testing.assert_close(found[key], value, rtol=rtol, atol=0.0)
 
 
-def test_fisher_equals_the_loop_over_tokens(
-    any_parent: Path, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fisher_equals_the_loop_over_tokens(any_parent: Path, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tokens[:3, :12]
     labels = torch.randint(257, tokens.shape, generator=torch.Generator().manual_seed(3))
     waiting = iter(labels.flatten().tolist())

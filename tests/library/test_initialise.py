@@ -17,7 +17,7 @@ from puzzle.checkpoint import Checkpoint
 from puzzle.depth import Depth, apply
 from puzzle.library.initialise import LAST, SubblockIO, gather, initialise, last_input, moments, subblock_io
 from puzzle.variants import kind_of, subblock_config
-from puzzle.variants.base import Moments, State, SubblockStats, VariantKind
+from puzzle.variants.base import Moments, State, SubblockStats, VariantKind, ridge
 
 LAYER = 1
 STRENGTHS = [1e-6, 1e-3, 1e-1, 10.0]
@@ -156,10 +156,11 @@ def test_no_other_matrix_fits_better(parent: Path, name: str, subblock: Subblock
     """With next to no ridge the fitted error is a minimum: it grows in every direction, by the same to both sides."""
     p = place(parent, subblock)
     kind, config = kind_and_config(p, name, subblock)
-    best = initialise(kind, config, p.parent, p.stats, lambda s: -float(s is not None), [1e-9])  # takes the first start
-    matrix, features, outputs = matrix_and_features(p, subblock, best.state)
-    fitted = initialise(kind, config, p.parent, p.stats, lambda s: float(torch.equal(s[matrix], best.state[matrix])), [1e-9])
-    features, outputs, weight = features.double(), outputs.double(), fitted.state[matrix].double()
+    start = kind.starts(config, p.parent, p.stats)[0]
+    matrix, fitted = kind.refit(config, start, p.stats)
+    weight = ridge(start[matrix], fitted, 1e-9).double()
+    _, features, outputs = matrix_and_features(p, subblock, start)
+    features, outputs = features.double(), outputs.double()
     missed = (outputs - features @ weight.T).square().sum()
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
@@ -201,14 +202,17 @@ def test_fewer_tokens_than_features(parent: Path) -> None:
     assert found.error_closed_form <= found.error_start
 
 
-def test_the_output_bias_stays(tmp_path_factory: pytest.TempPathFactory, any_parent: Path) -> None:
-    for name, subblock, bias in (("kv1", "attention", "self_attn.o_proj.bias"), ("ffn32", "ffn", "mlp.down_proj.bias")):
-        p = place(any_parent, subblock)
-        kind, config = kind_and_config(p, name, subblock)
-        found = initialise(kind, config, p.parent, p.stats, lambda s, p=p, c=config, b=subblock: p.error(b, c, s), STRENGTHS)
-        assert (bias in found.state) == (bias in p.parent)
-        if bias in p.parent:
-            assert torch.equal(found.state[bias], p.parent[bias])
+@pytest.mark.parametrize(
+    ("name", "subblock", "bias"),
+    [("kv1", "attention", "self_attn.o_proj.bias"), ("ffn32", "ffn", "mlp.down_proj.bias")],
+)
+def test_the_output_bias_stays(any_parent: Path, name: str, subblock: Subblock, bias: str) -> None:
+    p = place(any_parent, subblock)
+    kind, config = kind_and_config(p, name, subblock)
+    found = initialise(kind, config, p.parent, p.stats, lambda s: p.error(subblock, config, s), STRENGTHS)
+    assert (bias in found.state) == (bias in p.parent)
+    if bias in p.parent:
+        assert torch.equal(found.state[bias], p.parent[bias])
 
 
 def test_last_input_leaves_no_hook(parent: Path) -> None:

@@ -4,8 +4,9 @@
 import shutil
 
 import pytest
-from puzzle.reports.build import build
 from report_runs import write_run
+
+from puzzle.reports.build import build
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait

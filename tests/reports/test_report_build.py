@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from puzzle.reports import build as module
-from puzzle.reports.build import build, compare, markdown
-from puzzle.reports.data import read, summary
 from report_runs import write_run
 
 from puzzle.errors import PuzzleError
+from puzzle.reports import build as module
+from puzzle.reports.build import build, compare, markdown
+from puzzle.reports.data import read, summary
 
 SECTIONS = [
     "pareto",

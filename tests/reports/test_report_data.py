@@ -5,10 +5,10 @@ import json
 
 import numpy as np
 import pytest
-from puzzle.reports.data import read, summary
 from report_runs import SCENARIO
 
 from puzzle.errors import ConfigError
+from puzzle.reports.data import read, summary
 from puzzle.run import Run
 
 

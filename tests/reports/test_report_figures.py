@@ -5,11 +5,11 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from puzzle.reports import figures, layers
-from puzzle.reports.figures import Point, Series
 from report_runs import SHAPE
 
 from puzzle.architecture import Architecture
+from puzzle.reports import figures, layers
+from puzzle.reports.figures import Point, Series
 
 CHOSEN = Architecture(("parent", "kv1", "linear", "no_op"), ("ffn128", "parent", "no_op", "ffn64"))
 

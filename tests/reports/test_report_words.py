@@ -6,10 +6,10 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from puzzle.reports import words
 from report_runs import SHAPE
 
 from puzzle.architecture import Architecture
+from puzzle.reports import words
 
 
 @given(st.floats(1e-9, 1e12), st.integers(1, 5))
