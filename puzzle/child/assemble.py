@@ -152,7 +152,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, trust_remote_code={remote}).eval()
 with torch.no_grad():
-    save_file({{"logits": model(torch.tensor([{tokens}])).logits}}, sys.argv[2])
+    save_file({{"logits": model(torch.tensor([[{tokens}]])).logits}}, sys.argv[2])
 """
 _WITHOUT_PUZZLE = 'sys.modules["puzzle"] = None'  # from here on, importing it fails as where it is not installed
 

@@ -54,7 +54,7 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     epsilon: float = 1e-8,
 ) -> None:
-    """Decoupled weight decay (arXiv 1711.05101, algorithm 2), one step per rate; `loss(step)` depends on `parameters`."""
+    """Decoupled weight decay (arXiv 1711.05101, algorithm 2), a step per rate; `loss(step)` depends on `parameters`."""
     first, second = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
     for step, rate in enumerate(rates):
         gradients = torch.autograd.grad(loss(step), parameters)
