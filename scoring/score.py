@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two stages: RUN/costs.parquet (what each variant costs here) and RUN/scores.parquet (what the model loses by it)."""
 
-from puzzle.scoring.latency import measure_costs
-from puzzle.scoring.replacement import sweep
-
 from puzzle.block_library import BlockLibrary
 from puzzle.checkpoint import Checkpoint, find
 from puzzle.data import load_split
 from puzzle.depth import Depth
 from puzzle.devices import set_threads
 from puzzle.run import Progress, Run, atomic
+from puzzle.scoring.latency import measure_costs
+from puzzle.scoring.replacement import sweep
 from puzzle.variants import expand
 
 COSTS_VERSION = SCORES_VERSION = 1

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from puzzle.scoring.latency import Timing, time_models
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from puzzle.architecture import plain
@@ -21,6 +20,7 @@ from puzzle.data import load_split
 from puzzle.devices import set_threads
 from puzzle.evaluate import BATCH_TOKENS, evaluate, load
 from puzzle.run import Progress, Run, write_json
+from puzzle.scoring.latency import Timing, time_models
 from puzzle.variants import block_configs
 
 VERSION = 1

@@ -94,7 +94,7 @@ def test_a_wrong_value_anywhere(path: tuple[str, ...], tmp_path: Path) -> None:
         (MINIMAL + "seed: -1\n", "line 7, seed: input should be greater than or equal to 0 (found -1)"),
         (MINIMAL + f"seed: {2**32}\n", "line 7, seed: input should be less than 4294967296"),
         (MINIMAL + "healing: {warmup: 1.5}\n", "line 7, healing.warmup: input should be less than or equal to 1"),
-        (MINIMAL + "healing: {learning_rate: .inf}\n", "line 7, healing.learning_rate: input should be a finite number"),
+        (MINIMAL + "healing: {temperature: .inf}\n", "line 7, healing.temperature: input should be a finite number"),
         (MINIMAL + "library: {ridge: [0.1, 0]}\n", "line 7, library.ridge.1: input should be greater than 0"),
         (MINIMAL + "compute_dtype: int8\n", "line 7, compute_dtype: input should be 'auto', 'float32', 'bfloat16' or"),
         (MINIMAL + "name: ../elsewhere\n", "line 7, name: string should match pattern"),
@@ -194,5 +194,5 @@ def test_presets_are_found_by_name_and_file(tmp_path: Path) -> None:
     assert load_search_space(search_spaces.path("search_spaces/tiny.yaml")) == load_search_space(
         search_spaces.path("tiny")
     )
-    with pytest.raises(ConfigError, match="did you mean 'tiny'.*presets: "):
+    with pytest.raises(ConfigError, match=r"did you mean 'tiny'.*presets: "):
         search_spaces.path("tinny")

@@ -13,13 +13,12 @@ from puzzle.architecture import PARENT, Architecture
 from puzzle.costs import COST_COLUMNS, MEASURES, CostModel, Scenario, Solution, Target, measure
 from puzzle.errors import ConfigError
 
+TIME = {"ms": 1, "s": 1_000, "us": 0.001}
+BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
 UNITS = {  # of each measure: unit -> its size in the base unit
     "throughput": {"": 1, "tok/s": 1, "tokens/s": 1},
-    **dict.fromkeys(("latency", "prefill", "decode"), {"ms": 1, "s": 1_000, "us": 0.001}),
-    **dict.fromkeys(
-        ("memory", "weights", "kv_cache"),
-        {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4},
-    ),
+    **{name: TIME for name in ("latency", "prefill", "decode")},
+    **{name: BYTES for name in ("memory", "weights", "kv_cache")},
     "params": {"": 1, "k": 1e3, "M": 1e6, "B": 1e9},
     "energy": {"J": 1},
 }
@@ -92,7 +91,7 @@ def test_any_text_is_a_target_or_one_sentence(text: str) -> None:
     try:
         target = Target.parse(text)
     except ConfigError as error:
-        assert "\n" not in str(error)  # noqa: PT017
+        assert "\n" not in str(error)
         return
     assert math.isfinite(target.value) and target.value > 0
 

@@ -15,8 +15,10 @@ MAPPED = ("scoring", "reports", "search_spaces")  # top-level folders that are p
 # What each floor holds; "/" ends a room, which is a folder. A room may use lower floors and itself.
 FLOORS = {
     0: ("architecture", "config", "costs", "errors", "run", "search_spaces/"),
-    1: ("families/", "variants/", "modeling", "registration", "checkpoint", "depth", "block_library", "data", "corpus")
-    + ("devices", "evaluate", "parents"),
+    1: (
+        *("families/", "variants/", "modeling", "registration", "checkpoint", "depth", "block_library"),
+        *("data", "corpus", "devices", "evaluate", "parents", "tiny"),
+    ),
     2: ("library/", "scoring/", "search/", "child/", "healing/", "reports/"),
     3: ("cli", "pipeline", "demos", "__main__"),
 }
@@ -57,9 +59,13 @@ def imports(name: str, file: Path, late: bool = True) -> set[str]:
             assert node.level == 0, f"{name}: relative imports hide the floors"
             found.add(node.module)
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
-        elif late or not (isinstance(node, ast.FunctionDef) or "TYPE_CHECKING" in ast.unparse(getattr(node, "test", []))):
+        elif late or not (isinstance(node, ast.FunctionDef) or is_for_type_checkers(node)):
             body.extend(ast.iter_child_nodes(node))
     return found
+
+
+def is_for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def room(name: str) -> str | None:

@@ -289,7 +289,7 @@ STAGES = {
         Stage("data", write("data"), 1, reads=("data", "seed"), writes=("data",)),
         Stage("costs", write("costs"), 1, reads=("scenario",), writes=("costs",)),
         Stage("library", write("library"), 1, reads=("library",), after=("data",), writes=("library",)),
-        Stage("search", write("child.json"), 1, reads=("targets",), after=("costs", "library"), writes=("{name}.json",)),
+        Stage("search", write("child.json"), 1, ("targets",), after=("costs", "library"), writes=("{name}.json",)),
         Stage("heal", write("healed"), 1, reads=("healing",), after=("search",), writes=("healed",)),
     )
 }

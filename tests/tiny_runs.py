@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run directories, random libraries and layers for tiny parents."""
 
+import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from puzzle.architecture import Architecture, SubblockVariant
 from puzzle.block_library import BlockLibrary, VariantRecord, has_weights
@@ -48,13 +50,24 @@ def tiny_run(folder: Path, config: RunConfig, sequences: int = 16, vocab: int = 
     """A run directory with its data stage done: random tokens, [sequences, SEQ] in each split."""
     run = Run.create(folder, config, update=True)
     for seed, name in enumerate(SPLITS):
-        file = folder / "data" / f"{name}.parquet"
-        if not file.exists():
-            file.parent.mkdir(exist_ok=True)
-            tokens = torch.randint(vocab, (sequences, SEQ), generator=torch.Generator().manual_seed(seed))
-            rows = pa.FixedSizeListArray.from_arrays(pa.array(tokens.flatten().numpy()), SEQ)
-            pq.write_table(pa.table({"input_ids": rows}), file)
+        if not (folder / "data" / f"{name}.parquet").exists():
+            generator = torch.Generator().manual_seed(seed)
+            write_split(folder / "data", name, torch.randint(vocab, (sequences, SEQ), generator=generator))
     return run
+
+
+def write_split(folder: Path, name: str, tokens: Tensor) -> None:
+    """Write tokens, [sequences, seq], as the data stage does."""
+    folder.mkdir(exist_ok=True)
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(tokens.flatten().numpy()), tokens.shape[1])
+    pq.write_table(pa.table({"input_ids": rows}), folder / f"{name}.parquet")
+
+
+def in_bfloat16(parent: Path, folder: Path) -> Path:
+    """A copy of a parent with its weights in bfloat16."""
+    shutil.copytree(parent, folder)
+    LlamaForCausalLM.from_pretrained(parent, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
 
 
 def variants_of(checkpoint: Checkpoint, config: RunConfig) -> list[SubblockVariant]:

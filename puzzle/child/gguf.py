@@ -116,7 +116,7 @@ def check_supported(checkpoint: Checkpoint) -> None:
     """
     path, config = checkpoint.path, checkpoint.config
     if config.model_type not in ("llama", DeciLMConfig.model_type):
-        raise UnsupportedError(f"{path}: models of model_type {config.model_type!r} are not written as GGUF yet")
+        raise UnsupportedError(f"{path}: models of model_type {config.model_type!r} are not written as GGUF")
     if config.hidden_act != "silu":
         raise UnsupportedError(f"{path}: llama.cpp's FFN uses silu, the model {config.hidden_act!r}")
     rope = config.rope_parameters["rope_type"]
@@ -182,8 +182,7 @@ def _add_shape(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     if isinstance(config, DeciLMConfig):
-        absent = [block.attention.no_op and layer > 0 for layer, block in enumerate(blocks)]
-        writer.add_head_count([0 if none else shape.num_heads for none in absent])
+        writer.add_head_count([0 if i and b.attention.no_op else shape.num_heads for i, b in enumerate(blocks)])
         writer.add_head_count_kv([_kv_heads(block) for block in blocks])
         writer.add_feed_forward_length([ZERO_WIDTH if b.ffn.no_op else b.ffn.intermediate_size or 0 for b in blocks])
     else:

@@ -8,13 +8,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from puzzle.config import HealingConfig
@@ -126,8 +127,8 @@ def _usable(checkpoint: Path, recipe: str) -> bool:
     return (checkpoint / MARK).is_file() and read_json(checkpoint / MARK)["recipe"] == recipe
 
 
-def _load(path: Path, device: torch.device) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device=device)
+def _load(path: Path, device: torch.device) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
 
 
 def _write(job: Job, best: Path | None, out: Path) -> None:

@@ -141,7 +141,9 @@ class Job:
                 "config": self.config.model_dump(mode="json"),
                 "models": [Checkpoint(path).fingerprint for path in (self.parent, self.child)],
                 "written": [file.stat().st_mtime_ns for file in files],  # that hash looks into parts of the files only
-                "data": [hashlib.sha256(x.numpy().tobytes()).hexdigest() for x in (self.training, self.held_out)],
+                "data": [
+                    hashlib.sha256(x.contiguous().numpy().data).hexdigest() for x in (self.training, self.held_out)
+                ],
                 "seed": self.seed,
                 "dtype": self.dtype,
             }

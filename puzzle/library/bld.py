@@ -52,7 +52,7 @@ class Stream:
     dtype: str  # arithmetic of forward and backward passes; weights, losses and judging are float32
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.states.split(self.batch) if len(self.states) else ())
+        return (self.states[start : start + self.batch] for start in range(0, len(self.states), self.batch))
 
     def __len__(self) -> int:
         return math.ceil(len(self.states) / self.batch)

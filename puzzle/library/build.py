@@ -200,7 +200,8 @@ def build(run: Run, progress: Progress) -> None:
 @torch.no_grad()
 def _push(layer: DeciLMDecoderLayer, states: Tensor, builder: Builder, dtype: str) -> None:
     """Replace the states before a layer by those after it. Training states may be in mixed precision."""
-    for part in states.split(builder.batch):
+    for start in range(0, len(states), builder.batch):
+        part = states[start : start + builder.batch]
         with autocast(builder.device, dtype):
             part.copy_(layer(part, **builder.context))
 

@@ -15,6 +15,8 @@ import yaml
 from command_line import SMALL, puzzle
 from safetensors.torch import load_file
 
+from puzzle.devices import BYTES
+
 TARGET = ["--target", "params<=0.8x"]
 COSTS = {
     "prefill_ms",
@@ -67,7 +69,7 @@ else:
     import puzzle
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code={blocked})
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code={blocked})
 inputs = tokenizer("The", return_tensors="pt", return_token_type_ids=False)
 both = [model.generate(**inputs, max_new_tokens=12, do_sample=False, use_cache=c)[0].tolist() for c in (True, False)]
 print(json.dumps(both))
@@ -109,7 +111,9 @@ def test_stage_commands_status_eval_and_inspect(finished: Path, parent: Path, co
     assert "kl" not in alone and alone["perplexity"] > 1
     layers = json.loads(puzzle("inspect", child, "--json").stdout)
     summary = json.loads((finished / "report" / "summary.json").read_text())
-    assert sum(row["kv_bytes_per_token"] for row in layers) == summary["child"]["kv_bytes_per_token"]
+    served = yaml.safe_load((finished / "run.yaml").read_text())["compute_dtype"]  # the checkpoint is float32
+    scale = 4 / BYTES[served]
+    assert sum(row["kv_bytes_per_token"] for row in layers) == scale * summary["child"]["kv_bytes_per_token"]
 
 
 def test_killed_at_any_moment_and_run_again_gives_the_same_child(
