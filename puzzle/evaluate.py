@@ -123,9 +123,11 @@ def evaluate(
     for done, part in enumerate(parts):
         progress("evaluation", done, len(parts))
         part = part.to(parent.device)
-        reference = parent(part, use_cache=False).logits.float().log_softmax(-1)
+        logits = parent(part, use_cache=False).logits
+        reference = logits.float().log_softmax(-1)
         for name, model in models.items():
-            sums[name].add(compare_logits(reference, model(part, use_cache=False).logits, part))
+            own = logits if model is parent else model(part, use_cache=False).logits
+            sums[name].add(compare_logits(reference, own, part))
     progress("evaluation", len(parts), len(parts))
     return {name: _figures(s) for name, s in sums.items()}
 

@@ -25,6 +25,7 @@ class LlamaCpp:
         parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         self._server = xllamacpp.Server(parameters)
+        self.continuation([0], 1)  # a server that is closed before its loop has answered anything never ends
 
     def _ask(self, path: str, **question: Any) -> dict[str, Any]:
         address = self._server.listening_address + path

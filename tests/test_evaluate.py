@@ -97,8 +97,11 @@ def test_whole_models(parent: Path, tokens: Tensor, tmp_path: Path) -> None:
     teacher = load(parent, "float32", "cpu")
     students = {"same": teacher, "other": load(make_parent(tmp_path, initializer_range=0.12), "float32", "cpu")}
     steps: list[tuple[int, int]] = []
+    runs: list[int] = []
+    handle = teacher.register_forward_pre_hook(lambda *_: runs.append(1))
     found = evaluate(students, teacher, tokens, 4, lambda what, done, total: steps.append((done, total)))
-    assert steps == [(0, 2), (1, 2), (2, 2)]
+    handle.remove()
+    assert steps == [(0, 2), (1, 2), (2, 2)] and len(runs) == 2
     assert found["same"]["kl"] == 0 and found["same"]["top1_agreement"] == 1 and found["same"]["tokens"] == 192
     wanted = naive(teacher(tokens).logits, students["other"](tokens).logits, tokens)
     other = found["other"]
@@ -135,5 +138,5 @@ def test_checkpoints(parent: Path, tmp_path: Path, text: DataConfig) -> None:
 
 def test_models_of_other_vocabularies(parent: Path, tmp_path: Path, text: DataConfig) -> None:
     larger = make_parent(tmp_path / "larger", vocab_size=300)
-    with pytest.raises(ConfigError, match="has 300 tokens, .* has 257; they cannot be compared"):
+    with pytest.raises(ConfigError, match=r"has 300 tokens, .* has 257; they cannot be compared"):
         evaluate_checkpoint(str(larger), str(parent), text, 256, 0, "cpu", silent)

@@ -31,6 +31,7 @@ NAMES = {
 SPACE = "\u2581"  # SentencePiece's sign for a space
 PREPEND = {"type": "Prepend", "prepend": SPACE}
 REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+METASPACE = {"type": "Metaspace", "replacement": SPACE, "split": False}
 BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -48,7 +49,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
     tokenizer, path = checkpoint.tokenizer(), checkpoint.path
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise UnsupportedError(f"{path}: the tokenizer is none of the tokenizers library, from which GGUF's is made")
+        raise UnsupportedError(f"{path}: the tokenizer is not of the tokenizers library, which GGUF's is made from")
     spec = json.loads(backend.to_str())
     model = spec["model"]
     unwanted = [key for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
@@ -95,7 +96,7 @@ def _vocabulary(spec: dict[str, Any], checkpoint: Checkpoint) -> tuple[list[str]
 
 def _name(spec: dict[str, Any], checkpoint: Checkpoint) -> str:
     """llama.cpp's name for the rules that split a text into words."""
-    if (spec["normalizer"] or {"type": "NFC"})["type"] != "NFC":  # llama.cpp does no NFC, which most text is in already
+    if spec["normalizer"] not in (None, {"type": "NFC"}):  # llama.cpp skips NFC, which most text is in already
         raise UnsupportedError(f"{checkpoint.path}: llama.cpp has no normaliser {_rule(spec['normalizer'])}")
     rules = tuple(_rule(step) for step in _steps(spec["pre_tokenizer"], "pretokenizers"))
     whole = spec["model"]["ignore_merges"]
@@ -130,13 +131,10 @@ def _rule(step: dict[str, Any]) -> str:
 def _space_prefix(spec: dict[str, Any], checkpoint: Checkpoint) -> bool:
     """Whether a SentencePiece tokenizer puts a space before the text."""
     normalizer, rules = _steps(spec["normalizer"], "normalizers"), _steps(spec["pre_tokenizer"], "pretokenizers")
-    match rules:
-        case [] if normalizer in ([REPLACE], [PREPEND, REPLACE]):
-            return PREPEND in normalizer
-        case [{"type": "Metaspace", "replacement": "\u2581", "split": False, "prepend_scheme": scheme}] if (
-            not normalizer
-        ):
-            return scheme != "never"
+    if not rules and normalizer in ([REPLACE], [PREPEND, REPLACE]):
+        return PREPEND in normalizer
+    if not normalizer and len(rules) == 1 and METASPACE.items() <= rules[0].items():
+        return rules[0]["prepend_scheme"] != "never"
     found = ", ".join(_rule(step) for step in [*normalizer, *rules]) or "none"
     raise UnsupportedError(f"{checkpoint.path}: llama.cpp's SentencePiece has no such normaliser (found: {found})")
 
@@ -144,14 +142,14 @@ def _space_prefix(spec: dict[str, Any], checkpoint: Checkpoint) -> bool:
 def _scores(model: dict[str, Any], types: list[int], checkpoint: Checkpoint) -> list[float]:
     """Scores that make llama.cpp merge in the order of the merges.
 
-    It merges any two neighbours that make a token, the token with the highest score first. That is the same where the
-    merges are all the pairs that make tokens, in the order of the tokens they make, as SentencePiece numbers them.
+    It merges any two neighbours that make a token, be they tokens or letters, the pair with the highest score first.
+    That is the same where the merges are all such pairs, in the order of the tokens they make, as in SentencePiece.
     """
     vocabulary, merges = model["vocab"], [tuple(pair) for pair in model["merges"]]
     made, known = [vocabulary["".join(pair)] for pair in merges], set(merges)
     words = [text for text, i in vocabulary.items() if types[i] == gguf.TokenType.NORMAL]
     pairs = ((text[:i], text[i:]) for text in words for i in range(1, len(text)))
-    missing = [p for p in pairs if p not in known and p[0] in vocabulary and p[1] in vocabulary]
+    missing = any(pair not in known and all(len(t) == 1 or t in vocabulary for t in pair) for pair in pairs)
     if missing or model["ignore_merges"] or not vocabulary.keys() >= BYTES or any(a > b for a, b in pairwise(made)):
         raise UnsupportedError(
             f"{checkpoint.path}: the merges are not SentencePiece's, which llama.cpp needs for this tokenizer"

@@ -128,7 +128,8 @@ def _usable(checkpoint: Path, recipe: str) -> bool:
 
 
 def _load(path: Path, device: torch.device) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # transformers mistypes `to`
+    return model.to(device)
 
 
 def _write(job: Job, best: Path | None, out: Path) -> None:

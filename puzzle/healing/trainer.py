@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import (
     PreTrainedModel,
@@ -302,9 +301,6 @@ def _rounded(model: Any, dtypes: dict[str, torch.dtype]) -> Iterator[None]:
     finally:
         for (p, _), master in zip(changed, masters, strict=True):
             p.copy_(master)
-        for module in model.modules():  # FSDP may hold on to what it gathered of the rounded weights
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
 
 def _losses(

@@ -102,10 +102,32 @@ class Builder:
                 by_layer[variant.layer].append(variant)
         return dict(by_layer)
 
-    def layer(
+    def make(self, todo: dict[int, list[SubblockVariant]]) -> None:
+        """Walk the depth as far as it has to be, and make and save the given variants of each layer."""
+        states, training = self.depth.embed(self.calibration), self.depth.embed(self.training)
+        last = max(todo)
+        for i, layer in enumerate(self.depth.layers()):
+            self.progress("library", i, last + 1)
+            if i in todo:
+                self._make_layer(layer, todo[i], states, training)
+            if i == last:
+                break
+            self._push(layer, states, "float32")
+            self._push(layer, training, self.dtype)
+        self.progress("library", last + 1, last + 1)
+
+    @torch.no_grad()
+    def _push(self, layer: DeciLMDecoderLayer, states: Tensor, dtype: str) -> None:
+        """Replace the states before a layer by those after it. Training states may be in mixed precision."""
+        for start in range(0, len(states), self.batch):
+            part = states[start : start + self.batch]
+            with autocast(self.device, dtype):
+                part.copy_(layer(part, **self.context))
+
+    def _make_layer(
         self, layer: DeciLMDecoderLayer, variants: list[SubblockVariant], states: Tensor, training: Tensor
     ) -> None:
-        """Make and save the given variants of one layer from the states before it."""
+        """The same for one layer, from the states before it."""
         held = torch.arange(len(states)) % HELD_OUT == 0
         with torch.no_grad():
             fit, held_out = (subblock_io(layer, part, self.context) for part in (states[~held], states[held]))
@@ -182,28 +204,9 @@ def build(run: Run, progress: Progress) -> None:
     """
     set_threads(run.config.machine.threads)
     builder = Builder(run, progress)
-    todo = builder.missing()
-    if todo:
-        states, training = (builder.depth.embed(tokens) for tokens in (builder.calibration, builder.training))
-        for i, layer in enumerate(builder.depth.layers()):
-            progress("library", i, max(todo) + 1)
-            if i in todo:
-                builder.layer(layer, todo[i], states, training)
-            if i == max(todo):
-                break
-            _push(layer, states, builder, "float32")
-            _push(layer, training, builder, builder.dtype)
-        progress("library", max(todo) + 1, max(todo) + 1)
+    if todo := builder.missing():
+        builder.make(todo)
     builder.library.write_index(builder.variants)
-
-
-@torch.no_grad()
-def _push(layer: DeciLMDecoderLayer, states: Tensor, builder: Builder, dtype: str) -> None:
-    """Replace the states before a layer by those after it. Training states may be in mixed precision."""
-    for start in range(0, len(states), builder.batch):
-        part = states[start : start + builder.batch]
-        with autocast(builder.device, dtype):
-            part.copy_(layer(part, **builder.context))
 
 
 def _hash(tokens: Tensor) -> str:

@@ -24,7 +24,8 @@ class FFNWidth(VariantKind):
             share = float(match[1]) / 100
             if not 0 < share <= 1:
                 raise ConfigError(f"{text!r} is not a share between 0 and 100 %")
-            width = min(parent, max(multiple_of, round(parent * share / multiple_of) * multiple_of))
+            rounded = max(1, round(parent * share / multiple_of)) * multiple_of
+            width = parent if share == 1 else min(parent, rounded)
         elif match := re.fullmatch(r"ffn([0-9]+)", text):
             width = int(match[1])
         else:

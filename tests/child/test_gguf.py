@@ -290,9 +290,7 @@ def test_too_little_disk(parent: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_without_the_tool(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        UnsupportedError, match="q4_k_m is made by llama.cpp's own llama-quantize, which is not on PATH"
-    ):
+    with pytest.raises(UnsupportedError, match=r"q4_k_m is made by .* llama-quantize, which is not on PATH"):
         export(parent, tmp_path / "parent.gguf", "q4_k_m")
 
 

@@ -18,11 +18,14 @@ from puzzle.child.gguf_tokenizer import NAMES
 from puzzle.errors import ConfigError, UnsupportedError
 
 TEXT = (
-    "The quick brown fox jumps over 13 lazy dogs, 3.3 times in 1923 and 44444 more.\n\n\n  def f(x):\n\treturn x ** 2\r\n"
+    "The quick brown fox jumps over 13 lazy dogs, 3.3 times in 1923 and 44444 more.\n\n\n"
+    "  def f(x):\n\treturn x ** 2\r\n"
     " \n \t\t \t\n   I've been 'told he's there, 'RE you sure? WE'LL see!!!!!! ------===== ''''```\n    "
-    "κόσμος нещо на Български 我想在apple工作1314天～ កាន់តែពិសេស 🚀 (normal) 😶\u200d🌫️ ½ Ⅷ ٣٤ ª\u00a0b naïve <end>x<|mark|>y "
+    "κόσμος нещо на Български 我想在apple工作1314天～ កាន់តែពិសេស 🚀 (normal) 😶\u200d🌫️ ½ Ⅷ ٣٤ ª\u00a0b naïve "
+    "<end>x<|mark|>y "
 )
 TEXTS = [TEXT, *TEXT.split("\n"), "", "a", "\n", "<end>", "a<end> b"]
+NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 BYTE_LEVEL = list(NAMES.items())
 
 
@@ -52,11 +55,13 @@ def sentencepiece() -> Tokenizer:
     """A tokenizer as transformers makes it from SentencePiece's: merges are all pairs of tokens that make a token."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    trained.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=400, show_progress=False))
+    trained.train_from_iterator(
+        [TEXT.encode("ascii", "ignore").decode()], trainers.BpeTrainer(vocab_size=400, show_progress=False)
+    )
     learnt = json.loads(trained.to_str())["model"]
     words = list(dict.fromkeys("".join(pair) for pair in learnt["merges"]))
-    letters = [letter for letter in learnt["vocab"] if letter not in words and letter.isascii()]
-    ordered = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters, "▁"]
+    letters = [letter for letter in learnt["vocab"] if letter not in words]
+    ordered = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters]
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys(ordered))}
     merges = [
         (word[:i], word[i:])
@@ -75,7 +80,7 @@ def sentencepiece() -> Tokenizer:
 
 def save(tokenizer: Tokenizer, folder: Path, **settings: Any) -> PreTrainedTokenizerFast:
     """A tiny parent with this tokenizer and a few tokens more than it."""
-    parent = make_parent(folder, vocab_size=tokenizer.get_vocab_size() + 3, bos_token_id=None, eos_token_id=None)
+    parent = make_parent(folder, vocab_size=tokenizer.get_vocab_size() + 3, **NO_IDS)
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
     saved.save_pretrained(parent)
     return saved
@@ -151,12 +156,15 @@ def changed(tokenizer: Tokenizer, change: str) -> Tokenizer:
     elif change == "merges in another order":
         spec["model"]["merges"].reverse()
     elif change == "a byte missing":
-        del spec["model"]["vocab"]["<0x0A>"]
-        spec["model"]["vocab"]["other"] = 13
+        spec["model"]["vocab"]["other"] = spec["model"]["vocab"].pop("<0x0A>")
+    else:
+        last = "".join(spec["model"]["merges"][-1])
+        spec["model"]["vocab"]["κλ"] = spec["model"]["vocab"].pop(last)  # llama.cpp would make it from two letters
+        spec["model"]["merges"] = [pair for pair in spec["model"]["merges"] if "".join(pair) != last]
     return Tokenizer.from_str(json.dumps(spec))
 
 
-@pytest.mark.parametrize("change", ["a merge missing", "merges in another order", "a byte missing"])
+@pytest.mark.parametrize("change", ["a merge missing", "merges in another order", "a byte missing", "a letter missing"])
 def test_merges_that_are_not_sentencepiece(tmp_path: Path, change: str) -> None:
     save(changed(sentencepiece(), change), tmp_path, bos_token="<s>", eos_token="</s>")
     with pytest.raises(UnsupportedError, match="the merges are not SentencePiece's"):

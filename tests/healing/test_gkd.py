@@ -346,7 +346,7 @@ def fsdp_environment() -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "child"), [("MULTI_CPU", "child"), ("FSDP", "child"), ("FSDP", "half")])
 def test_two_processes_equal_one(models, tokens, tmp_path, kind, child):
-    """Gloo on a CPU, 20 steps, each process half of every batch; killed at step 12 and resumed."""
+    """Gloo on a CPU, 20 steps, each process half of every batch, judged after each; killed at step 12 and resumed."""
     config = CONFIG.model_copy(update={"tokens": 20 * BATCH * SEQ, "evaluations": 20})
     models = {**models, "child": models[child]}
     one = weights(run(models, tokens, tmp_path / "one", config))
