@@ -2,7 +2,7 @@
 """A child against its parent in llama.cpp on the CPU, both also checked against transformers.
 
     pip install xllamacpp
-    python benchmarks/llama_cpp.py [CHILD] [--parent PARENT] [--quant f32 --quant q8_0] [--tokens 192] [--threads 2]
+    python benchmarks/llama_cpp.py [CHILD] [--parent PARENT] [--quant f32 --quant q8_0] [--tokens 128] [--threads 2]
 
 Each model is exported to GGUF and measured in turns with the other: prefill and decode speed, perplexity on a text in
 both runtimes, greedy tokens and next-token log-probabilities. In f32 the greedy tokens must be the same. Without CHILD
@@ -32,7 +32,7 @@ from puzzle.modeling import DeciLMForCausalLM
 from puzzle.parents import cached
 
 PROMPTS = ("The capital of France is", "def fibonacci(n):\n    ", "Once upon a time, in 1923,")
-GREEDY, GENERATED, REPEATS = 24, 48, 5
+GREEDY, GENERATED, REPEATS = 24, 48, 3
 KV1, LINEAR, NONE = AttentionConfig(1), AttentionConfig(linear=True), AttentionConfig(no_op=True)
 
 
@@ -59,20 +59,21 @@ class LlamaCpp:
             return json.load(answer)
 
     def log_prob(self, prompt: list[int], token: int) -> float:
-        """The log-probability of a token after a prompt; the server tells it of the token it takes, so it must take it."""
+        """The log-probability of a token after a prompt. The server tells that of its choice, so it must choose it."""
         answer = self.complete(prompt, 1, n_probs=1, logit_bias=[[token, 1000]], cache_prompt=True)
         return answer["completion_probabilities"][0]["logprob"]
 
 
 def cut_child(parent: Checkpoint, out: Path) -> Path:
     """A child with every kind of layer that llama.cpp runs, cut from the parent without training."""
-    blocks, width, last = [parent.parent_block] * parent.shape.num_layers, parent.shape.intermediate_size, -1
-    ffn = blocks[0].ffn
-    changes = {0: (NONE, ffn), 4: (KV1, FFNConfig(width * 3 // 4)), 8: (blocks[0].attention, FFNConfig(width // 2))}
+    layers, width = parent.shape.num_layers, parent.shape.intermediate_size
+    blocks = [parent.parent_block] * layers
+    attention, ffn = blocks[0].attention, blocks[0].ffn
+    changes = {0: (NONE, ffn), 4: (KV1, FFNConfig(width * 3 // 4)), 8: (attention, FFNConfig(width // 2))}
     changes |= {12: (LINEAR, ffn), 15: (KV1, FFNConfig(no_op=True)), 18: (NONE, FFNConfig(width // 4))}
-    changes |= {21: (NONE, FFNConfig(no_op=True)), parent.shape.num_layers + last: (KV1, FFNConfig(width * 3 // 4))}
-    for layer, (attention, other) in changes.items():
-        blocks[layer] = BlockConfig(attention, other)
+    changes |= {21: (NONE, FFNConfig(no_op=True)), 29: (KV1, FFNConfig(width * 3 // 4))}
+    for layer, block in changes.items():  # as in 30 layers
+        blocks[layer * layers // 30] = BlockConfig(*block)
     model = DeciLMForCausalLM(parent.child_config_with(blocks))
     weights = AutoModelForCausalLM.from_pretrained(parent.path, dtype=torch.float32).state_dict()
     heads, size = parent.shape.num_kv_heads, parent.shape.head_dim
@@ -141,7 +142,7 @@ def main() -> None:
     parser.add_argument("child", nargs="?", type=Path)
     parser.add_argument("--parent")
     parser.add_argument("--quant", action="append")
-    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     parent = Checkpoint(find(options.parent) if options.parent else cached("smollm2-135m"))

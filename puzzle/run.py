@@ -53,9 +53,7 @@ def atomic(path: Path) -> Iterator[Path]:
         for file in [temporary] if temporary.is_file() else temporary.rglob("*"):
             if file.is_file():
                 _sync(file)
-        if path.is_dir():
-            path.rename(scratch / "old")
-        os.replace(temporary, path)
+        _put(temporary, path, scratch / "old")
     except Exception as error:  # safetensors has its own class for a full disk
         if known := disk_error(error, path):
             raise known from None
@@ -63,6 +61,18 @@ def atomic(path: Path) -> Iterator[Path]:
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _put(new: Path, path: Path, old: Path) -> None:
+    """Rename `new` to `path`; a folder that is there goes to `old`, and comes back if that fails."""
+    if path.is_dir():
+        path.rename(old)
+    try:
+        os.replace(new, path)
+    except OSError:
+        if old.exists():
+            old.rename(path)
+        raise
 
 
 def _sync(file: Path) -> None:

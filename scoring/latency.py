@@ -9,8 +9,8 @@ so that weights come from memory as in the whole model, with the real KV cache. 
 import copy
 import inspect
 import time
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -25,7 +25,6 @@ from puzzle.architecture import PARENT, SUBBLOCKS, AttentionConfig, BlockConfig,
 from puzzle.checkpoint import Checkpoint, with_sdpa
 from puzzle.config import MeasureConfig
 from puzzle.costs import CONSTANT, MODEL, Scenario
-from puzzle.errors import PuzzleError
 from puzzle.modeling import DeciLMConfig, DeciLMDecoderLayer, DeciLMForCausalLM, uses_cache
 from puzzle.run import Progress
 from puzzle.scoring.memory import constant_sizes, subblock_sizes
@@ -53,7 +52,7 @@ class Timing:
 
     def row(self) -> dict[str, float]:
         """Median and interquartile range of both phases, as columns of a cost table; what noise takes below 0 is 0."""
-        row = {}
+        row: dict[str, float] = {}
         for phase in PHASES:
             low, median, high = np.percentile(getattr(self, phase), [25, 50, 75])
             row |= {f"{phase}_ms": max(0.0, float(median)), f"{phase}_iqr_ms": float(high - low)}
@@ -61,7 +60,7 @@ class Timing:
 
 
 def time_models(
-    models: dict[Key, PreTrainedModel | Callable[[], PreTrainedModel]],
+    models: Mapping[Key, PreTrainedModel | Callable[[], PreTrainedModel]],
     scenario: Scenario,
     vocab_size: int,
     config: MeasureConfig,
@@ -85,7 +84,8 @@ def time_models(
     for done in range(total):
         progress("latency", done, total)
         name = list(models)[done % len(models)]
-        model = models[name] if isinstance(models[name], PreTrainedModel) else models[name]()
+        given = models[name]
+        model = given if isinstance(given, PreTrainedModel) else given()
         if name not in caches:  # the cache that decoding starts from
             caches[name] = _forward(model, [tokens])
         prefill = partial(_forward, model, [tokens[:, : scenario.prompt]])
@@ -126,23 +126,21 @@ def measure_costs(
 
     Returns:
         Rows as `puzzle.costs` documents, with `prefill_iqr_ms` and `decode_iqr_ms`, interquartile ranges over rounds.
-
-    Raises:
-        PuzzleError: the parent's layers take no measurable time.
     """
     shape, stacks = checkpoint.shape, Stacks(checkpoint, scenario)
     distinct = sorted({(v.subblock, v.name) for v in variants} | {(s, PARENT) for s in SUBBLOCKS})
+    blocks: dict[tuple[str, str], BlockConfig]
     blocks = {(s, n): _alone(s, n, checkpoint) for s, n in distinct if n != "no_op"}
     blocks |= {(MODEL, CONSTANT): NOTHING, (MODEL, PARENT): checkpoint.parent_block}
     models = {key: stacks.add(block) for key, block in blocks.items()}
     times = time_models(models, scenario, shape.vocab_size, config, progress)
     nothing = times.pop((MODEL, CONSTANT))
     costs = _scaled({key: ((timing - nothing) / stacks.layers).row() for key, timing in times.items()})
-    constant = nothing.row() | constant_sizes(shape, scenario.dtype)
-    rows = [{"layer": -1, "subblock": MODEL, "variant": CONSTANT} | constant]
+    constant = {**nothing.row(), **constant_sizes(shape, scenario.dtype)}
+    rows = [{"layer": -1, "subblock": MODEL, "variant": CONSTANT, **constant}]
     for v in variants:
         sizes = subblock_sizes(v.name, v.subblock, shape, scenario.dtype)
-        rows.append({"layer": v.layer, "subblock": v.subblock, "variant": v.name} | costs[v.subblock, v.name] | sizes)
+        rows.append({"layer": v.layer, "subblock": v.subblock, "variant": v.name, **costs[v.subblock, v.name], **sizes})
     return pd.DataFrame(rows)
 
 
@@ -150,23 +148,21 @@ def _scaled(costs: dict[tuple[str, str], dict[str, float]]) -> dict[tuple[str, s
     """Costs of subblocks measured alone, scaled so that the parent's two halves add up to its whole layer.
 
     Halves alone do not cost what they cost together (the working set is another); with this the prediction is exact for
-    the parent. A no-op takes no time.
+    the parent. Where the clock cannot tell them from nothing, they stay as measured. A no-op takes no time.
     """
     scaled = {key: dict(row) for key, row in costs.items() if key[0] != MODEL}
     for phase in PHASES:
         whole, halves = costs[MODEL, PARENT][f"{phase}_ms"], sum(costs[s, PARENT][f"{phase}_ms"] for s in SUBBLOCKS)
-        if not (whole > 0 and halves > 0):
-            raise PuzzleError(f"{phase}: the parent's layers take no measurable time; raise measure.repeats")
+        scale = whole / halves if whole > 0 and halves > 0 else 1.0
         for row in scaled.values():
             for column in (f"{phase}_ms", f"{phase}_iqr_ms"):
-                row[column] *= whole / halves
+                row[column] *= scale
     nil = dict.fromkeys(next(iter(scaled.values())), 0.0)
     return scaled | {(subblock, "no_op"): nil for subblock in SUBBLOCKS}
 
 
 def _alone(subblock: Subblock, name: str, checkpoint: Checkpoint) -> BlockConfig:
-    config = subblock_config(name, subblock, checkpoint.shape)
-    return BlockConfig(config, NOTHING.ffn) if subblock == "attention" else BlockConfig(NOTHING.attention, config)
+    return replace(NOTHING, **{subblock: subblock_config(name, subblock, checkpoint.shape)})
 
 
 class Stacks:

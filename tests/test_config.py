@@ -159,6 +159,11 @@ def test_wrong_layer_ranges(value: Any) -> None:
         validate(LayerRule, {"layers": value}, "here")
 
 
+def test_ranges_without_layers_say_so() -> None:
+    with pytest.raises(ConfigError, match="the layer range '3-1' is empty"):
+        validate(LayerRule, {"layers": "3-1"}, "here")
+
+
 @given(st.integers(0, 300), st.integers(0, 40))
 def test_layer_ranges_have_both_ends(first: int, more: int) -> None:
     assert LayerRule(layers=f"{first}-{first + more}").layers == list(range(first, first + more + 1))

@@ -75,6 +75,15 @@ def test_an_error_leaves_what_was_there(kind: str, error: type[BaseException], t
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_nothing_written_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "weights").write_text("old")
+    with pytest.raises(FileNotFoundError):
+        with atomic(tmp_path / "out"):
+            pass
+    assert content(tmp_path) == {"out/weights": "old"}
+
+
 WRITER = """
 import sys, time
 from pathlib import Path

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import gguf
 import numpy as np
@@ -119,7 +119,7 @@ def check_supported(checkpoint: Checkpoint) -> None:
         raise UnsupportedError(f"{path}: models of model_type {config.model_type!r} are not written as GGUF")
     if config.hidden_act != "silu":
         raise UnsupportedError(f"{path}: llama.cpp's FFN uses silu, the model {config.hidden_act!r}")
-    rope = config.rope_parameters["rope_type"]
+    rope = _rope(checkpoint)["rope_type"]
     if rope not in ROPE_TYPES:
         known = ", ".join(ROPE_TYPES)
         raise UnsupportedError(f"{path}: rotary embeddings of type {rope!r} are not written as GGUF (known: {known})")
@@ -177,7 +177,7 @@ def _add_shape(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
     writer.add_embedding_length(shape.hidden_size)
     writer.add_vocab_size(shape.vocab_size)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(_rope(checkpoint)["rope_theta"])
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
@@ -193,6 +193,10 @@ def _add_shape(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
 
 def _kv_heads(block: BlockConfig) -> int:
     return 0 if block.attention.no_op or block.attention.linear else block.attention.num_kv_heads or 0
+
+
+def _rope(checkpoint: Checkpoint) -> dict[str, Any]:
+    return dict(checkpoint.config.rope_parameters or {})
 
 
 def _entries(checkpoint: Checkpoint, arch: gguf.MODEL_ARCH) -> Iterator[Entry]:
@@ -214,14 +218,14 @@ def _entries(checkpoint: Checkpoint, arch: gguf.MODEL_ARCH) -> Iterator[Entry]:
     yield entry(NORM, checkpoint.tensor(NORM))
     if not checkpoint.shape.tied_embeddings:
         yield entry(HEAD, checkpoint.tensor(HEAD))
-    if checkpoint.config.rope_parameters["rope_type"] != "default":
+    if _rope(checkpoint)["rope_type"] != "default":
         yield Entry("rope_freqs.weight", _rope_factors(checkpoint))
 
 
 def _zeros(layer: int, block: BlockConfig, hidden: int) -> dict[str, Tensor]:
     """What stands in a layer for no-op subblocks that llama.cpp would treat wrongly, by the names of a checkpoint."""
     zero, ones = torch.zeros(1), torch.ones(hidden)
-    state = {}
+    state: dict[str, Tensor] = {}
     if block.attention.no_op and layer == 0:
         state |= {"input_layernorm.weight": ones, "self_attn.linear_attn.weight": zero.expand(hidden, hidden)}
     if block.ffn.no_op:
@@ -233,9 +237,9 @@ def _zeros(layer: int, block: BlockConfig, hidden: int) -> dict[str, Tensor]:
 
 def _rope_factors(checkpoint: Checkpoint) -> Tensor:
     """What llama.cpp divides the rotary frequencies by, from transformers' own: [head_dim / 2]."""
-    config, size = checkpoint.config, checkpoint.shape.head_dim
-    plain = config.rope_parameters["rope_theta"] ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
-    return plain / LlamaRotaryEmbedding(config).inv_freq
+    size = checkpoint.shape.head_dim
+    plain = _rope(checkpoint)["rope_theta"] ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+    return plain / LlamaRotaryEmbedding(checkpoint.config).inv_freq
 
 
 def _format(entry: Entry, quant: str) -> gguf.GGMLQuantizationType:

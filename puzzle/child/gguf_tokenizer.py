@@ -77,7 +77,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
 def _vocabulary(spec: dict[str, Any], checkpoint: Checkpoint) -> tuple[list[str], list[int]]:
     """Text and type of each token; rows of the embedding that no token has are named and marked as unused."""
     size, model = checkpoint.shape.vocab_size, spec["model"]
-    tokens, types = [f"[PAD{i}]" for i in range(size)], [gguf.TokenType.UNUSED] * size
+    tokens, types = [f"[PAD{i}]" for i in range(size)], [int(gguf.TokenType.UNUSED)] * size
 
     def put(i: int, text: str, kind: gguf.TokenType) -> None:
         if i >= size:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM
 
 from puzzle.devices import autocast
 from puzzle.run import Progress
@@ -15,7 +15,7 @@ Importance = dict[str, Tensor]  # "3.ffn" -> [channels], "3.attention" -> [KV he
 
 
 def measure(
-    model: PreTrainedModel,
+    model: LlamaForCausalLM,
     tokens: Tensor,
     method: Literal["fisher", "contribution"],
     *,

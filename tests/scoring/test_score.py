@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from tiny_models import make_parent
 from tiny_runs import MIXED, random_library, tiny_config, tiny_run
 
 from puzzle.architecture import Architecture
@@ -16,8 +15,7 @@ from puzzle.scoring.score import measure, score
 from puzzle.variants import expand
 
 
-def test_both_tables(tmp_path: Path) -> None:
-    parent = make_parent(tmp_path / "parent", hidden_size=128, intermediate_size=512)
+def test_both_tables(parent: Path, tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run", tiny_config(parent))
     checkpoint = Checkpoint(parent)
     variants = expand(run.config.search_space, checkpoint.shape)
