@@ -136,7 +136,7 @@ def compress(
     set_: Annotated[list[str] | None, typer.Option("--set", help="any key of the config: healing.tokens=65536")] = None,
     seed: Annotated[int | None, typer.Option("--seed")] = None,
     device: Annotated[
-        str | None, typer.Option("--device", help="cpu, cuda, mps; default: the first accelerator")
+        str | None, typer.Option("--device", help="cpu, cuda, cuda:1; default: the first there is")
     ] = None,
     compute_dtype: Annotated[
         str | None, typer.Option("--compute-dtype", help="auto, float32, bfloat16, float16")
@@ -397,6 +397,28 @@ def inspect(
     total = [sum(row[key] for row in rows) for key in ("params", "kv_bytes_per_token")]
     table.add_row("all", "", "", f"{total[0]:,}", f"{total[1]:,}")
     out.print(table)
+
+
+@app.command()
+def export(
+    child: Annotated[str, typer.Argument(help="a child or parent", show_default=False)],
+    out_: Annotated[Path, typer.Option("--out", "-o", help="the file to write", show_default=False)],
+    to: Annotated[str, typer.Option("--to", help="gguf, for llama.cpp")] = "gguf",
+    quant: Annotated[str, typer.Option("--quant", help="f32, f16, bf16, q8_0; q4_k_m needs llama-quantize")] = "f16",
+    quiet: Quiet = False,
+) -> None:
+    """Write CHILD in the format of another runtime.
+
+    Example: `puzzle export runs/a/children/child --to gguf --quant q8_0 --out child.gguf`
+    """
+    if to != "gguf":
+        raise ConfigError(f"--to {to!r}: the only format is gguf")
+    from puzzle.checkpoint import find
+    from puzzle.child import gguf
+
+    with progress(quiet) as report:
+        written = gguf.export(find(child), out_, quant, report)
+    out.print(str(written), highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -101,7 +101,7 @@ class LibraryConfig(Section):
 
     importance: Literal["fisher", "contribution"] = Field("fisher", description="what ranks FFN channels")
     ridge: list[Annotated[float, Field(gt=0)]] = Field(
-        [1e-6, 1e-4, 1e-3, 1e-2, 1e-1],
+        [1e-4, 1e-3, 1e-2, 1e-1, 1.0],
         min_length=1,
         description="strengths tried for the closed forms, relative to the mean second moment",
     )
@@ -170,7 +170,7 @@ class RunConfig(Section):
     measure: MeasureConfig = MeasureConfig()
     search: SearchConfig = SearchConfig()
     healing: HealingConfig = HealingConfig()
-    device: str = Field("auto", description="cpu, cuda, cuda:1, mps; auto takes the first there is")
+    device: str = Field("auto", description="cpu, cuda, cuda:1; auto takes the first there is")
     compute_dtype: Dtype = Field(
         "auto", description="training arithmetic; auto: bfloat16 where the hardware has it. Judging is always float32"
     )

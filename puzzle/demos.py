@@ -20,7 +20,7 @@ _SMOLLM2: dict[str, Any] = {
         "scoring_tokens": 768,
         "validation_tokens": 8_192,
     },
-    "library": {"bld": {"tokens": 4_096}, "ridge": [1e-4, 1e-3, 1e-2]},
+    "library": {"bld": {"tokens": 4_096}, "ridge": [1e-3, 1e-2, 1e-1]},
     "scenario": {"batch": 1, "prompt": 128, "generated": 128},
 }
 _TINY: dict[str, Any] = {

@@ -7,19 +7,22 @@ from pathlib import Path
 
 import torch
 
-from puzzle.errors import ConfigError, reason
+from puzzle.errors import ConfigError, UnsupportedError, reason
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def resolve_device(name: str) -> str:
-    """`auto` becomes the first accelerator, else the CPU.
+    """`auto` becomes the first GPU, else the CPU.
 
     Raises:
         ConfigError: the device does not exist here.
+        UnsupportedError: the device has no float64, which the closed forms need.
     """
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("mps"):
+        raise UnsupportedError("device 'mps' has no float64, which the closed forms need; use cpu")
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:

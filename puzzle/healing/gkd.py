@@ -58,7 +58,7 @@ def heal(
         config: losses, schedule, tokens (0: `out` is a copy of `child`).
         seed: of everything random in the training (Llama children without dropout have nothing random).
         compute_dtype: `float32`, `bfloat16`, or `float16` (not on a CPU).
-        device: `cpu`, `cuda` or `mps`.
+        device: `cpu` or `cuda`.
         state: folder for `curve.json` (per evaluation: `step`, `tokens`, held-out `kl` and `lm_loss` in nats per token,
             means of `train_loss` and its terms since the evaluation before), `healing.log`, and, while running,
             checkpoints.

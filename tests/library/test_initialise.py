@@ -20,7 +20,7 @@ from puzzle.variants import kind_of, subblock_config
 from puzzle.variants.base import Moments, State, SubblockStats, VariantKind, ridge
 
 LAYER = 1
-STRENGTHS = [1e-6, 1e-3, 1e-1, 10.0]
+STRENGTHS = [1e-3, 1e-1, 1.0, 10.0]
 CASES = [("kv1", "attention"), ("linear", "attention"), ("ffn32", "ffn"), ("linear", "ffn")]
 
 
