@@ -224,7 +224,7 @@ class Checkpoint:
         if config.no_op:
             return None
         parent = self.parent_block
-        block = replace(parent, **{subblock: config})
+        block = replace(parent, **{subblock: config})  # type: ignore[arg-type]
         single = copy.copy(with_sdpa(self.child_config))
         single.block_configs = [block_entry(block, self.shape.num_heads)]
         with torch.device("meta"):

@@ -111,7 +111,7 @@ class Target:
         if measure not in _MEASURES:
             hint = did_you_mean(measure, _MEASURES)
             raise ConfigError(f"target {text!r}: unknown measure {measure!r}{hint} (known: {', '.join(_MEASURES)})")
-        wanted = ">=" if measure == "throughput" else "<="
+        wanted: Literal[">=", "<="] = ">=" if measure == "throughput" else "<="
         if sense != wanted:
             raise ConfigError(f"target {text!r}: {measure} takes {wanted}, not {sense}")
         units = {**_UNITS[_MEASURES[measure][1]], "x": 1.0}

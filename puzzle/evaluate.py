@@ -168,4 +168,5 @@ def evaluate_checkpoint(
 
 def load(folder: Path, dtype: str, device: str) -> PreTrainedModel:
     """A whole model, ready to be judged."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    return model.to(device).eval()  # type: ignore[return-value]

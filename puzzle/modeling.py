@@ -91,13 +91,13 @@ class DeciLMDecoderLayer(GradientCheckpointingLayer):
             self.self_attn = LinearAttn(own.hidden_size) if linear else LlamaAttention(own, cache_index)
             self.self_attn.config = config  # the model's: `set_attn_implementation` must reach masks and layers alike
         else:
-            self.self_attn = None
+            self.self_attn = None  # type: ignore[assignment]
         if not block["ffn"].get("no_op"):
             self.post_attention_layernorm = LlamaRMSNorm(own.hidden_size, eps=own.rms_norm_eps)
             linear = block["ffn"].get("replace_with_linear")
             self.mlp = LinearMLP(own.hidden_size) if linear else LlamaMLP(own)
         else:
-            self.mlp = None
+            self.mlp = None  # type: ignore[assignment]
 
     def forward(self, hidden_states: Tensor, **kwargs) -> Tensor:  # [B, S, H] -> [B, S, H]
         if self.self_attn is not None:
