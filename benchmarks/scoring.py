@@ -32,7 +32,7 @@ from puzzle.checkpoint import Checkpoint
 from puzzle.config import RunConfig
 from puzzle.data import SPLITS, load_split
 from puzzle.depth import Depth
-from puzzle.evaluate import TokenSums, compare_logits
+from puzzle.evaluate import ParentLogits, TokenSums, compare_logits
 from puzzle.library.build import build
 from puzzle.run import Run, peak_memory, reset_peak_memory, silent
 from puzzle.scoring.replacement import sweep
@@ -100,7 +100,7 @@ def naive(
     """KL of each variant by a run of the whole model."""
     model = LlamaForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32).eval()
     parts = tokens.split(BATCH)
-    references = [model(part, use_cache=False).logits.log_softmax(-1) for part in parts]
+    references = [ParentLogits.of(model(part, use_cache=False).logits, part) for part in parts]
     scores = []
     for variant in variants:
         attention = variant.subblock == "attention"
@@ -111,7 +111,7 @@ def naive(
         setattr(layer, place, module or Nothing(attention))
         sums = TokenSums()
         for part, reference in zip(parts, references, strict=True):
-            sums.add(compare_logits(reference, model(part, use_cache=False).logits, part))
+            sums.add(compare_logits(reference, model(part, use_cache=False).logits))
         setattr(layer, place, own)
         scores.append(sums.kl)
     return scores

@@ -93,11 +93,13 @@ def progress(quiet: bool, run: Run | None = None) -> Iterator[Any]:
     tasks: dict[str, Any] = {}
 
     def report(what: str, done: int, total: int) -> None:
-        if what not in tasks or bars.tasks[tasks[what]].finished:
-            tasks[what] = bars.add_task(what, total=total)
+        task = tasks.get(what)
+        if task is None or (done < total and bars.tasks[task].finished):
+            task = tasks[what] = bars.add_task(what, total=total)
             log.info("%s: started", what)
-        bars.update(tasks[what], completed=done, total=total)
-        if done >= total:
+        over = bars.tasks[task].finished
+        bars.update(task, completed=done, total=total)
+        if done >= total and not over:
             log.info("%s: done", what)
             if not quiet and not err.is_terminal:
                 err.print(f"{what}: done", highlight=False)

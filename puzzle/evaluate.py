@@ -17,7 +17,25 @@ from puzzle.devices import resolve_device
 from puzzle.errors import ConfigError
 from puzzle.run import Progress
 
+CACHED_TOKENS = 64
 BATCH_TOKENS = 1_024  # logits exist for this many tokens at a time
+
+
+@dataclass(frozen=True)
+class ParentLogits:
+    """What other models are compared with, of a batch: computed once for all of them."""
+
+    log_probs: Tensor  # [batch, seq, vocab], float32
+    top: Tensor  # [batch, seq]
+    labels: Tensor  # [batch, seq - 1]: each token is the label of the position before it
+    loss: Tensor  # [batch, seq - 1]
+
+    @classmethod
+    def of(cls, logits: Tensor, tokens: Tensor) -> "ParentLogits":
+        """From the parent's logits [batch, seq, vocab] and the tokens [batch, seq]."""
+        log_probs = logits.float().log_softmax(-1)
+        labels = tokens[:, 1:]
+        return cls(log_probs, log_probs.argmax(-1), labels, _label_loss(log_probs, labels))
 
 
 @dataclass(frozen=True)
@@ -30,22 +48,26 @@ class TokenFigures:
     parent_loss: Tensor
 
 
-def compare_logits(parent_log_probs: Tensor, logits: Tensor, tokens: Tensor) -> TokenFigures:
-    """KL(parent || model) and next-token loss over the full vocabulary.
+def compare_logits(parent: ParentLogits, logits: Tensor) -> TokenFigures:
+    """KL(parent || model) over the full vocabulary, top-1 agreement and next-token loss of logits [batch, seq, vocab].
 
-    Args:
-        parent_log_probs: [batch, seq, vocab], float32.
-        logits: of the model, [batch, seq, vocab].
-        tokens: [batch, seq]; each is the label of the position before it.
+    Works on a few tokens at a time, so that what it computes on the way stays in the CPU's caches.
     """
-    log_probs = logits.float().log_softmax(-1)
-    labels = tokens[:, 1:, None]
-    return TokenFigures(
-        kl=(parent_log_probs.exp() * (parent_log_probs - log_probs)).sum(-1),
-        agrees=parent_log_probs.argmax(-1) == log_probs.argmax(-1),
-        loss=-log_probs[:, :-1].gather(-1, labels).squeeze(-1),
-        parent_loss=-parent_log_probs[:, :-1].gather(-1, labels).squeeze(-1),
-    )
+    kl, top, loss = torch.empty(logits.shape[:2], device=logits.device), torch.empty_like(parent.top), []
+    for row in range(len(logits)):
+        for start in range(0, logits.shape[1], CACHED_TOKENS):
+            part = slice(start, start + CACHED_TOKENS)
+            log_probs, reference = logits[row, part].float().log_softmax(-1), parent.log_probs[row, part]
+            labels = parent.labels[row, part]
+            loss.append(_label_loss(log_probs, labels))
+            top[row, part] = log_probs.argmax(-1)
+            kl[row, part] = (reference.exp() * (reference - log_probs)).sum(-1)
+    return TokenFigures(kl, top == parent.top, torch.cat(loss).view(parent.loss.shape), parent.loss)
+
+
+def _label_loss(log_probs: Tensor, labels: Tensor) -> Tensor:
+    """-log p of the labels; the positions beyond the last label have none."""
+    return -log_probs[..., : labels.shape[-1], :].gather(-1, labels[..., None]).squeeze(-1)
 
 
 class TokenSums:
@@ -124,10 +146,10 @@ def evaluate(
         progress("evaluation", done, len(parts))
         part = part.to(parent.device)
         logits = parent(part, use_cache=False).logits
-        reference = logits.float().log_softmax(-1)
+        reference = ParentLogits.of(logits, part)
         for name, model in models.items():
             own = logits if model is parent else model(part, use_cache=False).logits
-            sums[name].add(compare_logits(reference, own, part))
+            sums[name].add(compare_logits(reference, own))
     progress("evaluation", len(parts), len(parts))
     return {name: _figures(s) for name, s in sums.items()}
 

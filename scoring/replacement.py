@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from puzzle.architecture import PARENT, Subblock, SubblockVariant
 from puzzle.block_library import BlockLibrary
 from puzzle.depth import Depth, apply
-from puzzle.evaluate import TokenSums, compare_logits
+from puzzle.evaluate import ParentLogits, TokenSums, compare_logits
 from puzzle.modeling import DeciLMDecoderLayer
 from puzzle.run import Progress
 from puzzle.variants import subblock_config
 
-HEAD_TOKENS = 512  # logits exist for this many tokens at a time
+HEAD_TOKENS = 256  # logits exist for this many tokens at a time
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ def sweep(
         parent = after("ffn", layer.mlp, attended)
     progress("replacement scores", layers, layers)
     rows = [_parent_row(v, tokens.numel()) for v in variants if v.name == PARENT]
-    return pd.DataFrame(rows + _judge(depth, parent, carried, tokens)).sort_values(
+    return pd.DataFrame(rows + _judge(depth, parent, carried, tokens, progress)).sort_values(
         ["layer", "subblock", "variant"], ignore_index=True
     )
 
@@ -82,17 +82,20 @@ def _module(depth: Depth, library: BlockLibrary, variant: SubblockVariant) -> nn
     return depth.checkpoint.subblock(variant.subblock, config, library.load(variant), depth.device, depth.dtype)
 
 
-def _judge(depth: Depth, parent: Tensor, carried: dict[SubblockVariant, Tensor], tokens: Tensor) -> list[dict]:
+def _judge(
+    depth: Depth, parent: Tensor, carried: dict[SubblockVariant, Tensor], tokens: Tensor, progress: Progress
+) -> list[dict]:
     """Compare final hidden states [sequences, seq, hidden] over the vocabulary, a few sequences at a time."""
     norm, head = depth.norm(), depth.head_weight()
     sums: dict[SubblockVariant, TokenSums] = {v: TokenSums() for v in carried}
     step = max(1, HEAD_TOKENS // tokens.shape[1])
     for start in range(0, len(tokens), step):
+        progress("comparison", start, len(tokens))
         part = slice(start, start + step)
-        labels = tokens[part].to(depth.device)
-        reference = (norm(parent[part]) @ head.T).log_softmax(-1)
+        reference = ParentLogits.of(norm(parent[part]) @ head.T, tokens[part].to(depth.device))
         for variant, states in carried.items():
-            sums[variant].add(compare_logits(reference, norm(states[part]) @ head.T, labels))
+            sums[variant].add(compare_logits(reference, norm(states[part]) @ head.T))
+    progress("comparison", len(tokens), len(tokens))
     return [
         {
             "layer": v.layer,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-if __name__ != "puzzle.search_spaces":  # the clone's root is on the path: this folder would load a second time as another module
+if __name__ != "puzzle.search_spaces":  # the clone's root is on the path: this would load a second time
     raise ImportError("import puzzle.search_spaces instead of search_spaces")
 
 from importlib import resources

@@ -71,26 +71,26 @@ def test_the_most_important_channels_are_kept_in_order() -> None:
     assert moments.cross.tolist() == [[cross[i, j].item() for j in kept] for i in range(3)]
 
 
-def test_linear_starts_are_products() -> None:
+def test_linear_starts_are_products_and_zero() -> None:
     """Attention to oneself alone: each query head passes on its KV head's value; an FFN without its gate."""
     query_heads, kv_heads, dim, hidden = 6, 2, 4, 5
-    shapes = {
-        "self_attn.v_proj.weight": (kv_heads * dim, hidden),
-        "self_attn.o_proj.weight": (hidden, query_heads * dim),
-    }
-    parent = random_state(2, shapes)
-    (start,) = KINDS["linear"].starts(AttentionConfig(linear=True), parent, stats([1.0] * kv_heads))
+    sizes = {"v": (kv_heads * dim, hidden), "o": (hidden, query_heads * dim)}
+    parent = random_state(2, {f"self_attn.{name}_proj.weight": size for name, size in sizes.items()})
+    starts = KINDS["linear"].starts(AttentionConfig(linear=True), parent, stats([1.0] * kv_heads))
+    product, zero = (start["self_attn.linear_attn.weight"] for start in starts)
     wanted = torch.zeros(hidden, hidden)
     for head in range(query_heads):
         shared = head // (query_heads // kv_heads)
         value = parent["self_attn.v_proj.weight"][shared * dim : (shared + 1) * dim]
         wanted += parent["self_attn.o_proj.weight"][:, head * dim : (head + 1) * dim] @ value
-    assert set(start) == {"self_attn.linear_attn.weight"}
-    torch.testing.assert_close(start["self_attn.linear_attn.weight"], wanted)
+    torch.testing.assert_close(product, wanted)
+    assert torch.equal(zero, torch.zeros(hidden, hidden))
     parent = random_state(3, {"mlp.up_proj.weight": (7, 5), "mlp.down_proj.weight": (5, 7)})
-    (start,) = KINDS["linear"].starts(FFNConfig(linear=True), parent, stats([1.0] * 7))
+    starts = KINDS["linear"].starts(FFNConfig(linear=True), parent, stats([1.0] * 7))
+    product, zero = (start["mlp.linear_mlp.weight"] for start in starts)
     expected = parent["mlp.down_proj.weight"].numpy() @ parent["mlp.up_proj.weight"].numpy()
-    np.testing.assert_allclose(start["mlp.linear_mlp.weight"].numpy(), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(product.numpy(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(zero, torch.zeros(5, 5))
 
 
 # --------------------------------------------------------------------------------------------------------------- ridge

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from puzzle.config import DataConfig
 from puzzle.errors import ConfigError
-from puzzle.evaluate import TokenSums, compare_logits, evaluate, evaluate_checkpoint, load
+from puzzle.evaluate import ParentLogits, TokenSums, compare_logits, evaluate, evaluate_checkpoint, load
 from puzzle.run import silent
 
 
@@ -54,7 +54,7 @@ def random_logits(seed: int, scale: float, shape: tuple[int, ...] = (3, 5, 11)) 
 def test_figures_of_naive_loops(seed: int, scale: float) -> None:
     parent, child = random_logits(seed, scale), random_logits(seed + 1, scale)
     tokens = torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(seed))
-    figures = compare_logits(parent.log_softmax(-1), child, tokens)
+    figures = compare_logits(ParentLogits.of(parent, tokens), child)
     wanted = naive(parent, child, tokens)
     assert figures.kl.shape == figures.agrees.shape == (3, 5)
     assert figures.loss.shape == figures.parent_loss.shape == (3, 4)
@@ -64,7 +64,7 @@ def test_figures_of_naive_loops(seed: int, scale: float) -> None:
         )
     sums = TokenSums()
     for part in (slice(0, 1), slice(1, 3)):
-        sums.add(compare_logits(parent[part].log_softmax(-1), child[part], tokens[part]))
+        sums.add(compare_logits(ParentLogits.of(parent[part], tokens[part]), child[part]))
     assert (sums.tokens, sums.labels) == (15, 12)
     assert sums.kl == pytest.approx(mean(wanted["kl"]), rel=1e-4, abs=1e-5)
     assert sums.kl_stderr == pytest.approx(stderr(wanted["kl"]), rel=1e-3, abs=1e-5)
@@ -77,7 +77,7 @@ def test_figures_of_naive_loops(seed: int, scale: float) -> None:
 @given(st.integers(0, 10_000), st.floats(0.1, 50.0))
 def test_a_model_equals_itself(seed: int, scale: float) -> None:
     logits = random_logits(seed, scale)
-    figures = compare_logits(logits.log_softmax(-1), logits, torch.zeros(3, 5, dtype=torch.long))
+    figures = compare_logits(ParentLogits.of(logits, torch.zeros(3, 5, dtype=torch.long)), logits)
     assert torch.equal(figures.kl, torch.zeros(3, 5))
     assert bool(figures.agrees.all())
     assert torch.equal(figures.loss, figures.parent_loss)
@@ -86,9 +86,9 @@ def test_a_model_equals_itself(seed: int, scale: float) -> None:
 def test_logits_of_other_dtypes_are_judged_in_float32() -> None:
     parent, child = random_logits(0, 3.0), random_logits(1, 3.0).bfloat16()
     tokens = torch.zeros(3, 5, dtype=torch.long)
-    figures = compare_logits(parent.log_softmax(-1), child, tokens)
+    figures = compare_logits(ParentLogits.of(parent, tokens), child)
     assert figures.kl.dtype == figures.loss.dtype == torch.float32
-    torch.testing.assert_close(figures.kl, compare_logits(parent.log_softmax(-1), child.float(), tokens).kl)
+    torch.testing.assert_close(figures.kl, compare_logits(ParentLogits.of(parent, tokens), child.float()).kl)
 
 
 @torch.no_grad()

@@ -286,7 +286,8 @@ def test_every_variation_of_a_parent(any_parent: Path, tmp_path: Path) -> None:
     build(run, silent)
     index = pd.read_parquet(run.path / "library" / "index.parquet")
     assert len(index) == 12
-    assert (index.error < index.error_start).all()
+    assert (index.error <= index.error_start).all()  # a linear one may find nothing better than zero
+    assert (index.error < index.error_start)[index.variant != "linear"].all()
 
 
 def test_one_calibration_sequence_is_too_few(parent: Path, tmp_path: Path) -> None:
