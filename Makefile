@@ -19,7 +19,9 @@ test-slow: $(VENV)/.installed-dev
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	rm -rf build/typecheck && $(BIN)/pip install -q --no-deps --target build/typecheck . && cd build/typecheck && ../../$(BIN)/mypy -p puzzle
+	rm -rf build/typecheck && $(BIN)/pip install -q --no-deps --target build/typecheck .
+	cd build/typecheck && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --follow-imports=silent \
+	  -p puzzle.search -m puzzle.architecture -m puzzle.costs -m puzzle.config -m puzzle.run -m puzzle.errors
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -243,7 +243,7 @@ def _complaint(model: type[BaseModel], error: Any) -> str:
         return f"the key {key!r} is missing"
     if error["type"] == "model_type":
         return f"a mapping of keys to values is expected (found {error['input']!r})"
-    message = error["msg"].removeprefix("Value error, ")
+    message: str = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return message
     return f"{message[0].lower()}{message[1:]} (found {error['input']!r})"

@@ -7,6 +7,7 @@ name. One row (`subblock="model", variant="constant"`) holds what lies outside t
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -65,7 +66,7 @@ def _memory(s: Scenario) -> dict[str, float]:
 
 # Each measure a user can set a target on: the linear form over cost columns, and the unit kind of its value.
 # Throughput is the one that is better when higher: generated tokens per second, prefill included in the time.
-_MEASURES: dict[str, tuple[Any, str]] = {
+_MEASURES: dict[str, tuple[Callable[[Scenario], dict[str, float]], str]] = {
     "throughput": (latency_coefficients, "rate"),
     "latency": (latency_coefficients, "time"),
     "prefill": (lambda s: {"prefill_ms": 1.0}, "time"),

@@ -95,7 +95,7 @@ def fetch(name: str, out: Path, progress: Progress = silent) -> Path:
     if _complete(out, parent):
         return out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: exists and is not the whole of {name}; give a new or empty folder")
+        raise ConfigError(f"{out}: exists and is not the whole of {name}; remove it, or give a new or empty folder")
     with atomic(out) as temporary:
         scratch = temporary.parent / "download"
         scratch.mkdir()
@@ -144,7 +144,7 @@ def tiny_parent(
     if (out / TRAINING).is_file() and (found := read_json(out / TRAINING))["made_of"] == made_of:
         return TinyParent(out, **found["figures"])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: exists and is not this tiny parent; give a new or empty folder")
+        raise ConfigError(f"{out}: exists and is not this tiny parent; remove it, or give a new or empty folder")
     start = time.perf_counter()
     trained = tiny.train(texts, recipe, seed, progress)
     figures = {"perplexity": trained.perplexity, "bigram_perplexity": trained.bigram_perplexity}
