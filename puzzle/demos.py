@@ -29,13 +29,13 @@ _TINY: dict[str, Any] = {
     "data": {
         "seq_length": 256,
         "calibration_tokens": 16_384,
-        "training_tokens": 262_144,
+        "training_tokens": 131_072,
         "scoring_tokens": 4_096,
         "validation_tokens": 16_384,
     },
-    "library": {"bld": {"tokens": 32_768}},
+    "library": {"bld": {"tokens": 16_384}},
     "scenario": {"batch": 1, "prompt": 128, "generated": 128},
-    "healing": {"tokens": 262_144, "learning_rate": 1e-3},
+    "healing": {"tokens": 131_072, "learning_rate": 1e-3},
 }
 DEMOS = {"smollm2-135m": _SMOLLM2, "tiny": _TINY}
 # Healing of SmolLM2 takes a few minutes on two cores: about 330 tokens/s where they compute in bfloat16, else 110.
