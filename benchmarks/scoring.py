@@ -35,6 +35,7 @@ from puzzle.depth import Depth
 from puzzle.evaluate import ParentLogits, TokenSums, compare_logits
 from puzzle.library.build import build
 from puzzle.run import Run, peak_memory, reset_peak_memory, silent
+from puzzle.scoring.blocks import Blocks
 from puzzle.scoring.replacement import sweep
 from puzzle.variants import expand, subblock_config
 
@@ -120,7 +121,7 @@ def naive(
 def by_sweep(
     checkpoint: Checkpoint, library: BlockLibrary, variants: list[SubblockVariant], tokens: Tensor
 ) -> list[float]:
-    table = sweep(Depth(checkpoint, "cpu"), library, variants, tokens, BATCH, silent)
+    table = sweep(Blocks(Depth(checkpoint, "cpu"), library), variants, tokens, BATCH, silent)
     rows = table.set_index(["layer", "subblock", "variant"]).kl
     return [float(rows[v.layer, v.subblock, v.name]) for v in variants]
 

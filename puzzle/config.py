@@ -125,12 +125,27 @@ class MeasureConfig(Section):
     decode_steps: int = Field(8, gt=0, description="decode steps per round")
 
 
+class ScoringConfig(Section):
+    """Replacement scores."""
+
+    method: Literal["auto", "exact", "fisher"] = Field(
+        "auto", description="fisher: from gradients; auto: exact for those near the front"
+    )
+    samples: int = Field(4, ge=1, description="labels drawn per token for the gradient pass")
+
+
 class SearchConfig(Section):
-    """The mixed-integer program."""
+    """The mixed-integer program, and what follows it."""
 
     solver: Literal["highs", "cbc"] = "highs"
     time_limit: float = Field(60.0, gt=0, description="seconds per solve")
-    points: int = Field(9, ge=0, description="points of the Pareto sweep; 0 for none")
+    points: int = Field(9, ge=2, description="points of the Pareto sweep")
+    refine: int = Field(
+        8, ge=0, description="rounds of scoring again around the child, at most; they end where they no longer help"
+    )
+    radii: list[Annotated[int, Field(ge=1)]] = Field(
+        [4, 8, 16], min_length=1, description="numbers of changes a round may make"
+    )
 
 
 class HealingConfig(Section):
@@ -168,6 +183,7 @@ class RunConfig(Section):
     library: LibraryConfig = LibraryConfig()
     scenario: ScenarioConfig = ScenarioConfig()
     measure: MeasureConfig = MeasureConfig()
+    scoring: ScoringConfig = ScoringConfig()
     search: SearchConfig = SearchConfig()
     healing: HealingConfig = HealingConfig()
     device: str = Field("auto", description="cpu, cuda, cuda:1; auto takes the first there is")

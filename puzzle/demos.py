@@ -21,6 +21,7 @@ _SMOLLM2: dict[str, Any] = {
         "validation_tokens": 8_192,
     },
     "library": {"bld": {"tokens": 4_096}, "ridge": [1e-3, 1e-2, 1e-1]},
+    "search": {"refine": 3},
     "scenario": {"batch": 1, "prompt": 128, "generated": 128},
 }
 _TINY: dict[str, Any] = {

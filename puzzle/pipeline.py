@@ -7,25 +7,30 @@ expensive work.
 
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from puzzle import data
+from puzzle.architecture import PARENT
 from puzzle.block_library import BlockLibrary
 from puzzle.checkpoint import Checkpoint, find
 from puzzle.child.assemble import assemble
 from puzzle.config import RunConfig
-from puzzle.costs import COST_COLUMNS, MODEL
+from puzzle.costs import COST_COLUMNS, MODEL, Solution
 from puzzle.devices import resolve_device, resolve_dtype, set_threads
 from puzzle.errors import UnsupportedError
 from puzzle.healing.gkd import heal
 from puzzle.library import build as library
 from puzzle.modeling import DeciLMConfig
 from puzzle.reports import build as reports
-from puzzle.run import Progress, Run, Stage, write_json
+from puzzle.run import Progress, Run, Stage, read_json, write_json
 from puzzle.scoring import score as scoring
 from puzzle.scoring import whole
 from puzzle.search import solve
+from puzzle.search.mip import Program
 from puzzle.search.pareto import sweep
+from puzzle.search.refine import Round, refine
+from puzzle.search.settle import Ask, settle
 from puzzle.variants import expand
 
 KEY = ["layer", "subblock", "variant"]
@@ -62,13 +67,12 @@ def prepare_data(run: Run, progress: Progress) -> None:
     data.prepare(run.config.data, tokenizer, run.config.seed, run.path / "data", progress)
 
 
-def measure_costs(run: Run, progress: Progress) -> None:
-    """Measure, then refuse a target that no architecture of the search space reaches.
+def check_targets(run: Run, progress: Progress) -> None:
+    """Refuse targets that no architecture of the search space reaches.
 
     Raises:
         InfeasibleError: there is such a target.
     """
-    scoring.measure(run, progress)
     costs = cost_table(run)
     unscored = costs.loc[costs.subblock != MODEL, KEY].assign(score=0.0)
     solve(unscored, costs, run.config.targets, run.config.workload)
@@ -80,20 +84,63 @@ def cost_table(run: Run) -> pd.DataFrame:
     return costs[[c for c in costs.columns if c in KEY or c in COST_COLUMNS]]
 
 
+def score(run: Run, progress: Progress) -> None:
+    """Score every variant, those that the targets make the search choose exactly."""
+
+    def settle_targets(estimates: pd.DataFrame, ask: Ask) -> None:
+        config = run.config
+        program = Program.of(estimates, cost_table(run), config.targets, config.workload, solver=config.search.solver)
+        exact = np.array([v.name == PARENT for v in program.problem.candidates])
+        settle(program, program.problem.scores.copy(), exact, ask)
+
+    scoring.score(run, settle_targets, progress)
+
+
 def search(run: Run, progress: Progress) -> None:
-    """Choose the architecture, and trace the front of score against throughput."""
+    """Choose the architecture by the sum of scores, and trace the front of score against throughput."""
     config, options = run.config, run.config.search
     costs = cost_table(run)
-    scores = pd.read_parquet(run.path / "scores.parquet").rename(columns={"kl": "score"})
-    scores = scores[[*KEY, "score"]]
+    scores = pd.read_parquet(run.path / "scores.parquet").rename(columns={"kl": "score"})[[*KEY, "score"]]
     progress("search", 0, 1)
     solution = solve(
         scores, costs, config.targets, config.workload, solver=options.solver, time_limit=options.time_limit
     )
-    front = sweep(scores, costs, "throughput", options.points, config.workload).solutions if options.points else ()
-    write_json(run.path / "solutions" / "sweep.json", [s.to_json() for s in front])
-    write_json(run.path / "solutions" / f"{config.name}.json", solution.to_json())
+    front = sweep(scores, costs, "throughput", options.points, config.workload)
+    write_json(run.path / "solutions" / "sweep.json", [s.to_json() for s in front.solutions])
+    write_json(run.path / "solutions" / "additive.json", solution.to_json())
     progress("search", 1, 1)
+
+
+def refine_choice(run: Run, progress: Progress) -> None:
+    """Better the chosen architecture by scores in its own context; rounds are kept, and continued after a kill."""
+    config, options = run.config, run.config.search
+    start = Solution.from_json(read_json(run.path / "solutions" / "additive.json"))
+    solution, rounds_file = start, run.path / "solutions" / "rounds.json"
+    if options.refine:
+        inputs, rounds = run.manifest["stages"]["refine"]["inputs"], []
+        if rounds_file.exists() and (kept := read_json(rounds_file))["inputs"] == inputs:
+            rounds = [Round.from_json(r) for r in kept["rounds"]]
+        around = scoring.context(run, progress)
+
+        def keep(new: Round) -> None:
+            rounds.append(new)
+            write_json(rounds_file, {"inputs": inputs, "rounds": [r.to_json() for r in rounds]})
+
+        solution = refine(
+            cost_table(run),
+            config.targets,
+            config.workload,
+            start.architecture,
+            around,
+            radii=options.radii,
+            rounds=options.refine,
+            on_round=keep,
+            earlier=list(rounds),
+            solver=options.solver,
+        )[-1].solution
+    else:
+        rounds_file.unlink(missing_ok=True)
+    write_json(run.path / "solutions" / f"{config.name}.json", solution.to_json())
 
 
 def assemble_child(run: Run, progress: Progress) -> None:
@@ -130,11 +177,12 @@ STAGES: dict[str, Stage] = {
         Stage("data", prepare_data, 1, reads=("data", "seed"), writes=("data",)),
         Stage(
             "costs",
-            measure_costs,
+            scoring.measure,
             scoring.COSTS_VERSION,
-            reads=("search_space", "targets", "scenario", "measure", "device", "compute_dtype"),
+            reads=("search_space", "scenario", "measure", "device", "compute_dtype"),
             writes=("costs.parquet",),
         ),
+        Stage("targets", check_targets, 1, reads=("targets", "scenario"), after=("costs",)),
         Stage(
             "library",
             library.build,
@@ -145,21 +193,29 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "scores",
-            scoring.score,
+            score,
             scoring.SCORES_VERSION,
-            reads=("search_space",),
-            after=("data", "library"),
+            reads=("search_space", "scoring", "seed", "targets", "scenario"),
+            after=("data", "targets", "library"),
             writes=("scores.parquet",),
         ),
         Stage(
             "search",
             search,
             1,
-            reads=("targets", "scenario", "search", "name"),
-            after=("costs", "scores"),
-            writes=("solutions/{name}.json", "solutions/sweep.json"),
+            reads=("targets", "scenario", "search"),
+            after=("targets", "scores"),
+            writes=("solutions/additive.json", "solutions/sweep.json"),
         ),
-        Stage("assemble", assemble_child, 1, after=("library", "search"), writes=("children/{name}.before-healing",)),
+        Stage(
+            "refine",
+            refine_choice,
+            1,
+            reads=("name",),
+            after=("search",),
+            writes=("solutions/{name}.json",),
+        ),
+        Stage("assemble", assemble_child, 1, after=("refine",), writes=("children/{name}.before-healing",)),
         Stage(
             "heal",
             heal_child,

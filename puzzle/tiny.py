@@ -37,7 +37,7 @@ class Recipe:
     ffn: int = 384
     sequence: int = 256  # tokens
     batch: int = 4  # sequences a step
-    steps: int = 480
+    steps: int = 960
     held_out: int = 64  # sequences that judge
     muon_rate: float = 0.02
     adam_rate: float = 4e-3  # of embeddings and norms

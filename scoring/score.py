@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two stages: RUN/costs.parquet (what each variant costs here) and RUN/scores.parquet (what the model loses by it)."""
+"""The rooms' three questions to a run: what each variant costs here, what the model loses by it, and by several."""
 
+from collections.abc import Callable, Sequence
+
+import pandas as pd
+
+from puzzle.architecture import PARENT, Architecture, SubblockVariant
 from puzzle.block_library import BlockLibrary
 from puzzle.checkpoint import Checkpoint, find
 from puzzle.data import load_split
 from puzzle.depth import Depth
 from puzzle.devices import set_threads
 from puzzle.run import Progress, Run, atomic
+from puzzle.scoring.blocks import Blocks
+from puzzle.scoring.calibrate import calibrated
+from puzzle.scoring.context import Context
 from puzzle.scoring.latency import measure_costs
 from puzzle.scoring.replacement import sweep
 from puzzle.variants import expand
 
-COSTS_VERSION = SCORES_VERSION = 1
+Ask = Callable[[Sequence[SubblockVariant]], list[float]]
+COSTS_VERSION, SCORES_VERSION = 1, 2
 BATCH_TOKENS = 2_048
 
 
@@ -26,15 +35,48 @@ def measure(run: Run, progress: Progress) -> None:
         costs.to_parquet(temporary, index=False)
 
 
-def score(run: Run, progress: Progress) -> None:
-    """Score every variant of the search space against the parent."""
+def context(run: Run, progress: Progress) -> Context:
+    """Scores around any architecture of the run's search space, on its scoring tokens."""
     config = run.config
     set_threads(config.machine.threads)
     checkpoint = Checkpoint(find(config.parent))
-    variants = expand(config.search_space, checkpoint.shape)
-    library = BlockLibrary(run.path / "library")
-    tokens = load_split(run.path / "data", "scoring")
-    batch = max(1, BATCH_TOKENS // config.data.seq_length)
-    scores = sweep(Depth(checkpoint, config.device), library, variants, tokens, batch, progress)
+    return Context(
+        Blocks(Depth(checkpoint, config.device), BlockLibrary(run.path / "library")),
+        expand(config.search_space, checkpoint.shape),
+        load_split(run.path / "data", "scoring"),
+        samples=config.scoring.samples,
+        seed=config.seed,
+        batch=max(1, BATCH_TOKENS // config.data.seq_length),
+        progress=progress,
+    )
+
+
+def score(run: Run, settle: Callable[[pd.DataFrame, Ask], object], progress: Progress) -> None:
+    """Score every variant of the search space against the parent.
+
+    Args:
+        run: with its data and library made.
+        settle: given estimates of all variants, asks for the exact scores of those that matter (method `auto`).
+        progress: called after each layer.
+    """
+    around, method = context(run, progress), run.config.scoring.method
+
+    def exact(variants: Sequence[SubblockVariant]) -> pd.DataFrame:
+        return sweep(around.blocks, list(variants), around.tokens, around.batch, progress)
+
+    if method == "exact":
+        scores = exact(around.variants)
+    else:
+        tables = [exact([v for v in around.variants if v.name == PARENT])]
+
+        def ask(variants: Sequence[SubblockVariant]) -> list[float]:
+            tables.append(exact(variants))
+            kl = tables[-1].set_index(["layer", "subblock", "variant"]).kl
+            return [float(kl[v.layer, v.subblock, v.name]) for v in variants]
+
+        estimates = around.estimates(Architecture.parent(around.blocks.depth.checkpoint.shape.num_layers))
+        if method == "auto":
+            settle(estimates, ask)
+        scores = calibrated(estimates, pd.concat(tables, ignore_index=True))
     with atomic(run.path / "scores.parquet") as temporary:
         scores.to_parquet(temporary, index=False)

@@ -3,22 +3,41 @@
 
 Replacement scores do not add up where many subblocks change. So each round takes the change of the whole model's score
 for every single change of the current child, solves for at most d changes with a few d, and keeps the child whose true
-score is the lowest. The scores come from two functions that the caller hands in.
+score is the lowest. The scores come from a scorer that the caller hands in: cheap estimates of all single changes, and
+exact values of those that a solution is made of.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Protocol
 
+import numpy as np
 import pandas as pd
 
-from puzzle.architecture import Architecture
+from puzzle.architecture import Architecture, SubblockVariant
 from puzzle.costs import Scenario, Solution
 from puzzle.errors import ConfigError, InfeasibleError, PuzzleError
 from puzzle.search.mip import Program, SolverName, Targets
+from puzzle.search.settle import settle
 from puzzle.search.tables import KEY, Limit, Problem, read
+
+
+class Scorer(Protocol):
+    """What the search asks of a whole model; lower is better."""
+
+    def true_score(self, child: Architecture) -> float:
+        """The child's score."""
+
+    def estimates(self, child: Architecture) -> pd.DataFrame:
+        """By how much the score changes when one subblock is replaced: `layer, subblock, variant, score`.
+
+        The child's own choices are 0 and may be left out; what else has no row is not considered.
+        """
+
+    def exact(self, child: Architecture, variants: Sequence[SubblockVariant]) -> Sequence[float]:
+        """The same for some variants, exactly: the difference of two true scores."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +87,10 @@ def refine(
     targets: Targets,
     scenario: Scenario,
     start: Architecture,
-    context_scores: Callable[[Architecture], pd.DataFrame],
-    true_score: Callable[[Architecture], float],
+    scorer: Scorer,
     *,
     radii: Sequence[int] = (4, 8, 16),
-    rounds: int | Literal["auto"] = "auto",
+    rounds: int | None = None,
     min_gain: float = 0.01,
     time_limit: float | None = None,
     on_round: Callable[[Round], None] | None = None,
@@ -86,13 +104,10 @@ def refine(
         targets: as in `puzzle.search.solve`.
         scenario: the workload of `costs`.
         start: an architecture that meets the targets, such as the optimum of the additive scores.
-        context_scores: for a child, a table `layer, subblock, variant, score` with the change of the whole model's
-            score when this one subblock of the child is replaced. The child's own choices are 0 and may be left out;
-            what else has no row is not considered.
-        true_score: the whole model's score of an architecture, on the same tokens.
+        scorer: judges children, always on the same tokens.
         radii: the numbers of changes to try. Where none lowers the true score, their halves down to 1 are tried.
-        rounds: how many at most after round 0; `"auto"` goes on while a round lowers the score by `min_gain`.
-        min_gain: relative to the score before the round.
+        rounds: how many at most after round 0; default: no limit.
+        min_gain: after a round that lowers the score by less, relative to the score before it, there is none.
         time_limit: seconds, earlier rounds included; no round starts after it.
         on_round: called after each round, to keep it.
         earlier: rounds of an interrupted call with the same arguments; it continues after them.
@@ -100,13 +115,14 @@ def refine(
 
     Raises:
         InfeasibleError: `start` misses a target.
+        PuzzleError: a score is no finite number.
         ConfigError: a table, a target or an option is wrong.
     """
     targets = list(targets)
     if not radii or min(radii) < 1:
         raise ConfigError(f"refine: radii={tuple(radii)} are numbers of changes, at least 1")
-    if rounds != "auto" and rounds < 0:
-        raise ConfigError(f"refine: rounds={rounds} is 'auto' or a number of rounds")
+    if rounds is not None and rounds < 0:
+        raise ConfigError(f"refine: rounds={rounds} is a number of rounds, not below zero")
     done = list(earlier)
 
     def keep(new: Round) -> None:
@@ -115,13 +131,13 @@ def refine(
             on_round(new)
 
     if not done:
-        keep(_round_zero(costs, targets, scenario, start, true_score))
+        keep(_round_zero(costs, targets, scenario, start, scorer))
     while not _finished(done, rounds, min_gain, time_limit):
         began = time.perf_counter()
         child = done[-1].solution
-        problem = read(context_scores(child.architecture), costs, child.architecture)
+        problem = read(scorer.estimates(child.architecture), costs, child.architecture)
         limits = problem.limits(targets, scenario)
-        trials = _trials(problem, limits, child, radii, true_score, solver)
+        trials = _trials(problem, limits, child, radii, scorer, solver)
         best = min(trials, key=lambda t: t.score, default=None)
         seconds = time.perf_counter() - began
         if best is None or best.score >= child.score:
@@ -137,7 +153,7 @@ def _round_zero(
     targets: Targets,
     scenario: Scenario,
     start: Architecture,
-    true_score: Callable[[Architecture], float],
+    scorer: Scorer,
 ) -> Round:
     began = time.perf_counter()
     problem = read(pd.DataFrame(columns=[*KEY, "score"]), costs, start)
@@ -147,21 +163,21 @@ def _round_zero(
     if missed:
         at = missed[0].describe(missed[0].load(chosen))
         raise InfeasibleError(f"refine: the start misses {missed[0].text} (it has {at})")
-    score = _finite(true_score, start)
+    score = _true(scorer, start)
     seconds = time.perf_counter() - began
     return Round(0, (), _solution(problem, limits, start, score, seconds), 0.0, seconds)
 
 
-def _finished(done: Sequence[Round], rounds: int | Literal["auto"], min_gain: float, time_limit: float | None) -> bool:
+def _finished(done: Sequence[Round], rounds: int | None, min_gain: float, time_limit: float | None) -> bool:
     last = done[-1]
     if time_limit is not None and sum(r.seconds for r in done) >= time_limit:
         return True
-    if rounds != "auto" and last.number >= rounds:
+    if rounds is not None and last.number >= rounds:
         return True
     if last.number == 0:
         return False
     before = last.solution.score + last.gain
-    return last.gain == 0 or (rounds == "auto" and last.gain < min_gain * abs(before))
+    return last.gain == 0 or last.gain < min_gain * abs(before)
 
 
 def _trials(
@@ -169,21 +185,29 @@ def _trials(
     limits: Sequence[Limit],
     child: Solution,
     radii: Sequence[int],
-    true_score: Callable[[Architecture], float],
+    scorer: Scorer,
     solver: SolverName,
 ) -> tuple[Trial, ...]:
     """The optimum within each radius, once each, with its true score; the child itself is no trial."""
-    if problem.scores[problem.index(child.architecture)].any():
-        raise ConfigError("context_scores: a choice of the child itself has a score that is not 0")
+    own = problem.index(child.architecture)
+    if problem.scores[own].any():
+        raise ConfigError("estimates: a choice of the child itself has a score that is not 0")
+    scores, exact = problem.scores.copy(), np.isin(np.arange(len(problem.scores)), own)
     trials: dict[Architecture, Trial] = {}
+
+    def ask(variants: Sequence[SubblockVariant]) -> Sequence[float]:
+        return scorer.exact(child.architecture, variants)
+
     for radius in [*sorted(set(radii)), *_halves(min(radii))]:
         if radius < min(radii) and any(t.score < child.score for t in trials.values()):
             break
         program = Program(problem, limits, solver=solver, max_changes=radius, reference=child.architecture)
-        found = program.best()
-        if found.architecture not in trials and found.architecture != child.architecture:
-            score = _finite(true_score, found.architecture)
-            trials[found.architecture] = Trial(radius, found.architecture, child.score + found.score, score)
+        found = settle(program, scores, exact, ask)
+        assert found is not None, "the child itself meets the targets"
+        architecture = problem.architecture(found.chosen)
+        if architecture not in trials and architecture != child.architecture:
+            predicted = child.score + float(scores[found.chosen].sum())
+            trials[architecture] = Trial(radius, architecture, predicted, _true(scorer, architecture))
     return tuple(trials.values())
 
 
@@ -201,8 +225,8 @@ def _solution(
     return replace(found, score=score, gap=1.0 if score else 0.0)
 
 
-def _finite(true_score: Callable[[Architecture], float], architecture: Architecture) -> float:
-    score = float(true_score(architecture))
+def _true(scorer: Scorer, architecture: Architecture) -> float:
+    score = float(scorer.true_score(architecture))
     if not math.isfinite(score):
         raise PuzzleError(f"refine: the true score of architecture {architecture.fingerprint[:8]} is {score}")
     return score

@@ -19,6 +19,7 @@ from puzzle.depth import Depth
 from puzzle.errors import PuzzleError
 from puzzle.run import silent
 from puzzle.scoring import replacement
+from puzzle.scoring.blocks import Blocks
 from puzzle.scoring.replacement import sweep
 from puzzle.variants import expand
 
@@ -32,7 +33,8 @@ class Place:
         self.library = random_library(self.checkpoint, folder, self.variants)
 
     def sweep(self, tokens: Tensor, batch: int = 4) -> pd.DataFrame:
-        return sweep(Depth(self.checkpoint, "cpu"), self.library, self.variants, tokens, batch, silent)
+        blocks = Blocks(Depth(self.checkpoint, "cpu"), self.library)
+        return sweep(blocks, self.variants, tokens, batch, silent)
 
 
 def by_key(scores: pd.DataFrame) -> dict[str, dict]:
