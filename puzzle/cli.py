@@ -5,24 +5,28 @@ Imports of torch and of the rooms are inside the commands, so that `--help` and 
 """
 
 import json
-import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from puzzle import __version__, search_spaces
-from puzzle.config import DataConfig, RunConfig, load_search_space, read_yaml, validate
+from puzzle.config import (
+    DataConfig,
+    RunConfig,
+    SearchConfig,
+    load_search_space,
+    read_yaml,
+    search_space_schema,
+    validate,
+)
+from puzzle.display import err, out, progress, show_front, show_run, show_solution
 from puzzle.errors import ConfigError, PuzzleError
-from puzzle.run import Run, disk_error, read_json
+from puzzle.run import Run, disk_error
 
 app = typer.Typer(
     name="puzzle",
@@ -32,17 +36,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-out, err = Console(), Console(stderr=True)
 
 RunArgument = Annotated[Path, typer.Argument(help="a run directory", show_default=False)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no progress on stderr")]
+Refine = Annotated[
+    str | None, typer.Option("--refine", help="rounds of scoring again around the child: auto, none, or at most N")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
-
-
-class Interrupted(PuzzleError):
-    """Ctrl-C; nothing on disk is lost."""
-
-    exit_code = 130
 
 
 def main() -> None:
@@ -69,51 +69,6 @@ def main() -> None:
 
 def _escape(value: object) -> str:
     return str(value).replace("[", r"\[")
-
-
-@contextmanager
-def progress(quiet: bool, run: Run | None = None) -> Iterator[Any]:
-    """Bars with ETA on a terminal, a line per finished step elsewhere; both also go to RUN/log.txt."""
-    log = logging.getLogger("puzzle")
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    if run is not None:
-        handler = logging.FileHandler(run.path / "log.txt", encoding="utf-8")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        log.addHandler(handler)
-    columns = (
-        TextColumn("{task.description:<20}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("eta"),
-        TimeRemainingColumn(),
-    )
-    bars = Progress(*columns, console=err, disable=quiet or not err.is_terminal)
-    tasks: dict[str, Any] = {}
-
-    def report(what: str, done: int, total: int) -> None:
-        task = tasks.get(what)
-        if task is None or (done < total and bars.tasks[task].finished):
-            task = tasks[what] = bars.add_task(what, total=total)
-            log.info("%s: started", what)
-        over = bars.tasks[task].finished
-        bars.update(task, completed=done, total=total)
-        if done >= total and not over:
-            log.info("%s: done", what)
-            if not quiet and not err.is_terminal:
-                err.print(f"{what}: done", highlight=False)
-
-    try:
-        with bars:
-            yield report
-    except KeyboardInterrupt:
-        again = "; what is done is kept, run the same command again to continue" if run else ""
-        raise Interrupted(f"stopped{again}") from None
-    finally:
-        for handler in list(log.handlers):
-            log.removeHandler(handler)
-            handler.close()
 
 
 @app.callback(invoke_without_command=True)
@@ -143,6 +98,10 @@ def compress(
     compute_dtype: Annotated[
         str | None, typer.Option("--compute-dtype", help="auto, float32, bfloat16, float16")
     ] = None,
+    scores: Annotated[
+        str | None, typer.Option("--scores", help="auto, exact, or fisher (from gradients alone)")
+    ] = None,
+    refine: Refine = None,
     update: Annotated[
         bool, typer.Option("--update", help="change an existing run's config and redo what it touches")
     ] = False,
@@ -156,10 +115,28 @@ def compress(
     Example: `puzzle compress ./llama --search-space cpu-small --data my.jsonl --target "throughput>=1.5x" --out runs/a`
     """
     options = {"parent": parent, "search_space": search_space, "data.source": data, "targets": target or None,
-               "seed": seed, "device": device, "compute_dtype": compute_dtype}  # fmt: skip
+               "seed": seed, "device": device, "compute_dtype": compute_dtype, "scoring.method": scores,
+               "search.refine": _rounds(refine)}  # fmt: skip
     if out_ is None:
         raise ConfigError("--out is missing: name a folder for the run")
     _compress(compose(config, options, set_ or []), out_, update, quiet, as_json)
+
+
+def _rounds(refine: str | None) -> int | None:
+    """The number of rounds that `--refine` asks for; None where it is not given."""
+    if refine is None or refine.isdecimal():
+        return None if refine is None else int(refine)
+    known = {"none": 0, "auto": SearchConfig().refine}
+    if refine not in known:
+        raise ConfigError(f"--refine {refine!r}: auto, none or a number of rounds is expected")
+    return known[refine]
+
+
+def _set(run: Run, settings: dict[str, Any]) -> None:
+    """Change an existing run's config."""
+    data = run.config.model_dump(mode="json")
+    _put(data, settings)
+    Run.create(run.path, validate(RunConfig, data, "command line"), update=True)
 
 
 def _compress(config: RunConfig, path: Path, update: bool, quiet: bool, as_json: bool) -> None:
@@ -168,7 +145,7 @@ def _compress(config: RunConfig, path: Path, update: bool, quiet: bool, as_json:
     run = Run.create(path, pipeline.resolve(config), update)
     with progress(quiet, run) as report:
         pipeline.run_stages(run, "report", report)
-    _show(run, as_json)
+    show_run(run, as_json)
 
 
 def compose(config: Path | None, options: dict[str, Any], settings: list[str]) -> RunConfig:
@@ -184,7 +161,18 @@ def compose(config: Path | None, options: dict[str, Any], settings: list[str]) -
         if not separator:
             raise ConfigError(f"--set {setting!r}: a pair such as healing.tokens=65536 is expected")
         given[key.strip()] = yaml.safe_load(value)
-    for key, value in given.items():
+    _put(data, given)
+    if isinstance(data.get("search_space"), str):
+        data["search_space"] = load_search_space(search_spaces.path(data["search_space"])).model_dump()
+    for key, flag in (("parent", "PARENT"), ("search_space", "--search-space"), ("targets", "--target")):
+        if key not in data:
+            raise ConfigError(f"{flag} is missing (or {key!r} in a --config file)")
+    return validate(RunConfig, data, config or "command line")
+
+
+def _put(data: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Set keys such as `healing.tokens` in nested mappings."""
+    for key, value in settings.items():
         *sections, last = key.split(".")
         section = data
         for name in sections:
@@ -192,12 +180,6 @@ def compose(config: Path | None, options: dict[str, Any], settings: list[str]) -
             if not isinstance(section, dict):
                 raise ConfigError(f"{key}: {name!r} is not a section of the config")
         section[last] = value
-    if isinstance(data.get("search_space"), str):
-        data["search_space"] = load_search_space(search_spaces.path(data["search_space"])).model_dump()
-    for key, flag in (("parent", "PARENT"), ("search_space", "--search-space"), ("targets", "--target")):
-        if key not in data:
-            raise ConfigError(f"{flag} is missing (or {key!r} in a --config file)")
-    return validate(RunConfig, data, config or "command line")
 
 
 @app.command()
@@ -274,7 +256,7 @@ def heal(run: RunArgument, quiet: Quiet = False) -> None:
 @app.command()
 def report(run: RunArgument, quiet: Quiet = False, as_json: AsJson = False) -> None:
     """Evaluate the child of RUN and write its report."""
-    _show(_stage(run, "report", quiet), as_json)
+    show_run(_stage(run, "report", quiet), as_json)
 
 
 @app.command()
@@ -292,43 +274,6 @@ def status(run: RunArgument, as_json: AsJson = False) -> None:
         peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}"
         table.add_row(row["stage"], row["state"], row["why"], seconds, peak)
     out.print(table)
-
-
-def _show(run: Run, as_json: bool) -> None:
-    """The end of a run: a small table, a sample, what was reached of each target, the report's path."""
-    summary = read_json(run.path / "report" / "summary.json")
-    if as_json:
-        out.print_json(json.dumps(summary))
-        return
-    names = {"parent": "parent", "child_before_healing": "child before healing", "child": "child"}
-    table = Table("", *names.values())
-    rows = (
-        ("throughput, tokens/s", "throughput_tokens_per_s", "{:,.1f}"),
-        ("prefill, ms", "prefill_ms", "{:,.1f}"),
-        ("decode, ms/token", "decode_ms_per_token", "{:,.2f}"),
-        ("parameters, M", "params", "{:,.1f}"),
-        ("weights, MiB", "weight_bytes", "{:,.1f}"),
-        ("KV cache, KiB/token", "kv_bytes_per_token", "{:,.1f}"),
-        ("perplexity", "perplexity", "{:,.2f}"),
-        ("KL to the parent", "kl", "{:.4f}"),
-        ("same top token, %", "top1_agreement", "{:.1f}"),
-    )
-    scale = {"params": 1e-6, "weight_bytes": 2**-20, "kv_bytes_per_token": 2**-10, "top1_agreement": 100}
-    for title, key, form in rows:
-        table.add_row(title, *(form.format(summary[name][key] * scale.get(key, 1)) for name in names))
-    out.print(table)
-    evaluation = read_json(run.path / "evaluation.json")
-    for sample in evaluation["samples"]:
-        out.print(f"prompt: {sample['prompt']}", markup=False, highlight=False)
-        for name in ("parent", "child"):
-            out.print(f"{name}: …{sample[name]}", markup=False, highlight=False)
-    for target in evaluation["targets"]:
-        verdict = "met" if target["met"] else f"missed by {abs(target['asked'] - target['reached']):.3g}"
-        out.print(
-            f"target {target['target']}: reached {target['reached']:.3g} ± {target['spread']:.2g}, {verdict}",
-            markup=False, highlight=False,
-        )  # fmt: skip
-    out.print(f"child: {run.child}\nreport: {run.path / 'report' / 'index.html'}", markup=False, soft_wrap=True)
 
 
 @app.command("eval")
@@ -423,6 +368,44 @@ def export(
     out.print(str(written), highlight=False, soft_wrap=True)
 
 
+space_app = typer.Typer(help="Search spaces: what they mean for a parent, and their JSON Schema.", no_args_is_help=True)
+app.add_typer(space_app, name="search-space")
+
+
+@space_app.command("show")
+def show_space(
+    space: Annotated[str, typer.Argument(help="a preset's name or a YAML file", show_default=False)],
+    parent: Annotated[str, typer.Option("--parent", help="the checkpoint it is for", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """List what SPACE allows in each layer of a parent, with parameters and KV-cache bytes a token.
+
+    Example: `puzzle search-space show cpu-small --parent ./llama`
+    """
+    from puzzle.checkpoint import Checkpoint, find
+    from puzzle.variants import expand, listing, size
+
+    checkpoint = Checkpoint(find(parent))
+    variants = expand(load_search_space(search_spaces.path(space)), checkpoint.shape)
+    rows = listing(variants, checkpoint.shape, checkpoint.dtype.itemsize)
+    exponent = size(variants)
+    if as_json:
+        out.print_json(json.dumps({"rows": rows, "log10_architectures": exponent}))
+        return
+    table = Table("layers", "subblock", "variant", "parameters", "KV bytes/token")
+    for row in rows:
+        figures = (f"{row[key]:,}" for key in ("params", "kv_bytes_per_token"))
+        table.add_row(row["layers"], row["subblock"], row["variant"], *figures)
+    out.print(table)
+    out.print(f"{len(variants):,} variants, 10^{exponent:.1f} architectures", highlight=False)
+
+
+@space_app.command("schema")
+def print_schema() -> None:
+    """Print the JSON Schema of search spaces, for editors that complete and check YAML."""
+    out.print_json(json.dumps(search_space_schema()))
+
+
 @app.command()
 def search(
     run: Annotated[Path | None, typer.Argument(help="a run directory", show_default=False)] = None,
@@ -432,37 +415,44 @@ def search(
     batch: Annotated[int, typer.Option("--batch", min=1, help="sequences at once, with own tables")] = 1,
     prompt: Annotated[int, typer.Option("--prompt", min=1, help="prompt tokens, with own tables")] = 128,
     generated: Annotated[int, typer.Option("--generated", min=1, help="generated tokens, with own tables")] = 128,
+    sweep: Annotated[
+        str | None, typer.Option("--sweep", help="trace the front of score against a measure: throughput, memory, ...")
+    ] = None,
+    points: Annotated[int, typer.Option("--points", min=2, help="of the front")] = 20,
+    refine: Refine = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Choose the architecture for RUN, or for your own tables of scores and costs (CSV or parquet).
 
     Example: `puzzle search --scores scores.csv --costs costs.csv --target "decode<=0.6x" --json`
+
+    Example: `puzzle search runs/a --sweep throughput --points 20`
     """
+    if run is not None and (scores or costs or target):
+        raise ConfigError("give a run directory, or --scores, --costs and --target, not both")
+    if run is None and not (scores and costs and (target or sweep)):
+        raise ConfigError("give a run directory, or --scores, --costs and --target")
     if run is not None:
-        if scores or costs or target:
-            raise ConfigError("give a run directory, or --scores, --costs and --target, not both")
-        solution = _stage(run, "search", quiet).solution
+        if refine is not None:
+            _set(Run.open(run), {"search.refine": _rounds(refine)})
+        opened = _stage(run, "scores" if sweep else "refine", quiet)
+        if sweep is None:
+            show_solution(opened.solution, as_json)
+            return
+        from puzzle import pipeline
+
+        tables, scenario = (pipeline.score_table(opened), pipeline.cost_table(opened)), opened.config.workload
     else:
-        if not (scores and costs and target):
-            raise ConfigError("give a run directory, or --scores, --costs and --target")
+        if refine is not None:
+            raise ConfigError("--refine needs a run directory: scores around a child come from the model itself")
         from puzzle.costs import Scenario
-        from puzzle.search import solve
         from puzzle.search.tables import read_table
 
-        solution = solve(read_table(scores), read_table(costs), target, Scenario(batch, prompt, generated))
-    result = solution.to_json()
-    if as_json:
-        result["objective"], result["solver"] = result.pop("score"), result.pop("method")
-        out.print_json(json.dumps(result))
-        return
-    out.print(
-        f"score {solution.score:.6g}, {solution.status} (gap {solution.gap:.2g}), {solution.seconds:.2f} s",
-        highlight=False,
-    )
-    for cost, value in solution.costs.items():
-        out.print(f"{cost}: {value:,.6g}", highlight=False)
-    table = Table("layer", "attention", "ffn")
-    for i, (attention, ffn) in enumerate(zip(solution.architecture.attention, solution.architecture.ffn, strict=True)):
-        table.add_row(str(i), attention, ffn)
-    out.print(table)
+        tables, scenario = (read_table(scores), read_table(costs)), Scenario(batch, prompt, generated)
+    import puzzle.search as rooms
+
+    if sweep is None:
+        show_solution(rooms.solve(*tables, target or [], scenario), as_json)
+    else:
+        show_front(rooms.sweep(*tables, sweep, points, scenario, target or []), as_json)

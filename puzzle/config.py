@@ -49,7 +49,7 @@ def _target(text: str) -> str:
 class LayerRule(Section):
     """Other variants for some layers; a subblock that is left out keeps the general list."""
 
-    layers: Annotated[list[int], BeforeValidator(_layer_range)] = Field(
+    layers: Annotated[list[int], BeforeValidator(_layer_range, json_schema_input_type=int | str | list[int])] = Field(
         min_length=1, description="a layer, a range such as 0-3, or a list of layers"
     )
     attention: list[str] | None = Field(None, min_length=1, description="variants allowed there")
@@ -145,6 +145,9 @@ class SearchConfig(Section):
     )
     radii: list[Annotated[int, Field(ge=1)]] = Field(
         [4, 8, 16], min_length=1, description="numbers of changes a round may make"
+    )
+    compare_tokens: int = Field(
+        4_096, ge=0, description="held-out tokens that judge the front and simpler methods for the report; 0: none"
     )
 
 
@@ -291,6 +294,12 @@ def _place(source: str | Path, loc: tuple[Any, ...]) -> str:
                 node = node.value[part]
                 line = node.start_mark.line + 1
     return ", ".join(str(p) for p in (source, f"line {line}" if line else "", key) if p)
+
+
+def search_space_schema() -> dict[str, Any]:
+    """The JSON Schema of a search space's YAML, for editors."""
+    schema = SearchSpace.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Puzzle search space", **schema}
 
 
 def load_search_space(path: Path) -> SearchSpace:

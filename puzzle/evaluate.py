@@ -111,6 +111,10 @@ class TokenSums:
         return self._sums["loss"] / self.labels
 
     @property
+    def perplexity(self) -> float:
+        return math.exp(self.lm_loss)
+
+    @property
     def lm_loss_stderr(self) -> float:
         return _stderr(self._sums["loss"], self._sums["loss2"], self.labels)
 
@@ -155,10 +159,9 @@ def evaluate(
 
 
 def _figures(s: TokenSums) -> dict[str, Any]:
-    perplexity = math.exp(s.lm_loss)
     return {
-        "perplexity": perplexity,
-        "perplexity_stderr": perplexity * s.lm_loss_stderr,
+        "perplexity": s.perplexity,
+        "perplexity_stderr": s.perplexity * s.lm_loss_stderr,
         "kl": s.kl,
         "kl_stderr": s.kl_stderr,
         "top1_agreement": s.top1_agreement,

@@ -5,18 +5,19 @@ Costs come before the library: they need no trained weights, so a target that no
 expensive work.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from puzzle import data
-from puzzle.architecture import PARENT
+from puzzle.architecture import PARENT, Architecture
 from puzzle.block_library import BlockLibrary
 from puzzle.checkpoint import Checkpoint, find
 from puzzle.child.assemble import assemble
 from puzzle.config import RunConfig
-from puzzle.costs import COST_COLUMNS, MODEL, Solution
+from puzzle.costs import COST_COLUMNS, MODEL, CostModel, Solution
 from puzzle.devices import resolve_device, resolve_dtype, set_threads
 from puzzle.errors import UnsupportedError
 from puzzle.healing.gkd import heal
@@ -26,7 +27,7 @@ from puzzle.reports import build as reports
 from puzzle.run import Progress, Run, Stage, read_json, write_json
 from puzzle.scoring import score as scoring
 from puzzle.scoring import whole
-from puzzle.search import solve
+from puzzle.search import baselines, solve
 from puzzle.search.mip import Program
 from puzzle.search.pareto import sweep
 from puzzle.search.refine import Round, refine
@@ -84,6 +85,16 @@ def cost_table(run: Run) -> pd.DataFrame:
     return costs[[c for c in costs.columns if c in KEY or c in COST_COLUMNS]]
 
 
+def parent_costs(run: Run) -> dict[str, float]:
+    """The parent's totals in RUN/costs.parquet."""
+    return CostModel(cost_table(run), run.config.workload).parent()
+
+
+def score_table(run: Run) -> pd.DataFrame:
+    """RUN/scores.parquet as the search takes it."""
+    return pd.read_parquet(run.path / "scores.parquet").rename(columns={"kl": "score"})[[*KEY, "score"]]
+
+
 def score(run: Run, progress: Progress) -> None:
     """Score every variant, those that the targets make the search choose exactly."""
 
@@ -100,7 +111,7 @@ def search(run: Run, progress: Progress) -> None:
     """Choose the architecture by the sum of scores, and trace the front of score against throughput."""
     config, options = run.config, run.config.search
     costs = cost_table(run)
-    scores = pd.read_parquet(run.path / "scores.parquet").rename(columns={"kl": "score"})[[*KEY, "score"]]
+    scores = score_table(run)
     progress("search", 0, 1)
     solution = solve(
         scores, costs, config.targets, config.workload, solver=options.solver, time_limit=options.time_limit
@@ -141,6 +152,31 @@ def refine_choice(run: Run, progress: Progress) -> None:
     else:
         rounds_file.unlink(missing_ok=True)
     write_json(run.path / "solutions" / f"{config.name}.json", solution.to_json())
+
+
+def compare(run: Run, progress: Progress) -> None:
+    """Judge the front, and what simpler methods find for the same targets, on held-out text."""
+    config, solutions = run.config, run.path / "solutions"
+    front = [Solution.from_json(s) for s in read_json(solutions / "sweep.json")]
+    others: list[Solution] = []
+    true: dict[Architecture, dict[str, float]] = {}
+    if config.search.compare_tokens:
+        around = scoring.context(run, progress, "validation", config.search.compare_tokens)
+        additive = Solution.from_json(read_json(solutions / "additive.json"))
+        others = [replace(run.solution, method="refined"), replace(additive, method="additive")]
+        others += baselines.every(
+            score_table(run),
+            cost_table(run),
+            config.targets,
+            config.workload,
+            block_influence=around.block_influence(),
+            seed=config.seed,
+        )
+        judged = around.judge({s.architecture for s in [*front, *others]})
+        true = {a: {"kl": j.kl, "kl_stderr": j.kl_stderr, "perplexity": j.perplexity} for a, j in judged.items()}
+    for name, found in (("front", front), ("baselines", others)):
+        rows = [s.to_json() | {"true": true.get(s.architecture)} for s in found]
+        write_json(solutions / f"{name}.json", rows)
 
 
 def assemble_child(run: Run, progress: Progress) -> None:
@@ -215,6 +251,14 @@ STAGES: dict[str, Stage] = {
             after=("search",),
             writes=("solutions/{name}.json",),
         ),
+        Stage(
+            "compare",
+            compare,
+            1,
+            reads=("seed",),
+            after=("refine",),
+            writes=("solutions/front.json", "solutions/baselines.json"),
+        ),
         Stage("assemble", assemble_child, 1, after=("refine",), writes=("children/{name}.before-healing",)),
         Stage(
             "heal",
@@ -232,7 +276,7 @@ STAGES: dict[str, Stage] = {
             after=("data", "costs", "heal"),
             writes=("evaluation.json",),
         ),
-        Stage("report", reports.build, 1, after=("evaluate",), writes=("report",)),
+        Stage("report", reports.build, 1, after=("compare", "evaluate"), writes=("report",)),
     )
 }
 

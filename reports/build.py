@@ -22,6 +22,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from puzzle.architecture import SUBBLOCKS
+from puzzle.costs import measure
 from puzzle.reports import figures, layers, words
 from puzzle.reports.data import COSTS, ERRORS, MODELS, RunData, read, summary
 from puzzle.reports.front import Front
@@ -140,6 +141,44 @@ def prediction_rows(data: RunData) -> list[dict[str, Any]]:
     return rows
 
 
+def method_rows(data: RunData) -> list[dict[str, Any]]:
+    """Each way to choose an architecture in words, from the lowest measured loss up."""
+    parent = data.predicted_parent()["throughput_tokens_per_s"]
+    judged = [c for c in data.baselines if c.true]
+    rows = []
+    for candidate in sorted(judged, key=lambda c: c.true["kl"] if c.true else 0.0):
+        solution, true = candidate.solution, candidate.true or {}
+        rows.append(
+            {
+                "method": words.METHODS.get(solution.method, solution.method),
+                "own": solution.method in ("refined", "additive"),
+                "kl": words.plus_minus(true["kl"], true["kl_stderr"]),
+                "perplexity": words.number(true["perplexity"]),
+                "speed": words.number(measure("throughput", solution.costs, data.scenario) / parent),
+            }
+        )
+    return rows
+
+
+def round_rows(data: RunData) -> list[dict[str, Any]]:
+    """Each round of refinement in words: what was tried, and the loss of the best so far on the scoring tokens."""
+    return [
+        {
+            "number": r["number"],
+            "tried": [
+                {
+                    "changes": t["radius"],
+                    "predicted": words.number(t["predicted"]),
+                    "score": words.number(t["score"]),
+                }
+                for t in r["trials"]
+            ],
+            "kl": words.number(r["solution"]["score"]),
+        }
+        for r in data.rounds
+    ]
+
+
 def local_errors(data: RunData) -> pd.DataFrame:
     """The median local errors over the layers, a row for each variant that has weights, labelled in words."""
     errors = {
@@ -254,6 +293,9 @@ def _context(data: RunData, front: Front, drawn: dict[str, Markup]) -> dict[str,
         "front": front,
         "figures": drawn,
         "predictions": prediction_rows(data),
+        "methods": method_rows(data),
+        "rounds": round_rows(data),
+        "agreement": data.estimate_agreement(),
         "local": data.fitted[ERRORS].median().dropna().to_dict(),
         "versions": versions,
     }

@@ -53,6 +53,7 @@ class RunData:
     solution: Solution
     sweep: list[Candidate]
     baselines: list[Candidate]
+    rounds: list[dict[str, Any]]
     models: dict[str, Figures]
     predicted: Figures
     targets: list[dict[str, Any]]
@@ -87,6 +88,13 @@ class RunData:
         """The replacements that were scored for this half anywhere, from the mildest to the strongest on average."""
         rows = self.scores[(self.scores.subblock == subblock) & (self.scores.variant != "parent")]
         return list(rows.groupby("variant").kl.median().sort_values().index)
+
+    def estimate_agreement(self) -> tuple[int, float] | None:
+        """How many replacements have both an estimate and an exact score, and their rank correlation."""
+        if "estimate" not in self.scores:
+            return None
+        both = self.scores[(self.scores.variant != "parent") & (self.scores.method == "exact")]
+        return (len(both), both.estimate.rank().corr(both.kl.rank())) if len(both) > 2 else None
 
     @property
     def fitted(self) -> pd.DataFrame:
@@ -125,8 +133,9 @@ def read(run: Run) -> RunData:
         scenario=config.workload,
         shape=ModelShape(**evaluation["shape"]),
         solution=Candidate.from_json(_json(path / "solutions" / f"{config.name}.json")).solution,
-        sweep=[Candidate.from_json(c) for c in _json(path / "solutions" / "sweep.json", optional=True)],
+        sweep=[Candidate.from_json(c) for c in _json(path / "solutions" / "front.json", optional=True)],
         baselines=[Candidate.from_json(c) for c in _json(path / "solutions" / "baselines.json", optional=True)],
+        rounds=(_json(path / "solutions" / "rounds.json", optional=True) or {"rounds": []})["rounds"],
         models={name: evaluation["models"][name] for name in MODELS},
         **{key: evaluation[key] for key in ("predicted", "targets", "samples", "blocks", "machine")},
         index=_table(path / "library" / "index.parquet"),

@@ -14,7 +14,7 @@ from puzzle.reports import figures
 from puzzle.reports.data import Candidate, RunData
 from puzzle.reports.figures import Point, Series
 from puzzle.reports.layers import silhouette
-from puzzle.reports.words import changed_layers, changes_sentence, number, plus_minus
+from puzzle.reports.words import METHODS, changed_layers, changes_sentence, number, plus_minus
 
 _MARKERS = {"s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross", "X": "x"}
 _SYMBOLS = {**_MARKERS, "o": "circle", "*": "star"}
@@ -141,7 +141,7 @@ class _Reader:
         methods = dict.fromkeys(c.solution.method for c in candidates)
         found = []
         for method, marker in zip(methods, cycle(_MARKERS)):
-            label = f"baseline: {method.replace('_', ' ')}"
+            label = METHODS.get(method, f"baseline: {method}")
             points = [self.candidate(c, label) for c in candidates if c.solution.method == method]
             found.append(Series(label, points, marker))
         return found

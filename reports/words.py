@@ -15,6 +15,21 @@ Kind = Literal["parent", "narrow", "linear", "removed", "other"]
 Bar = tuple[Kind, float, str]
 """How a variant is drawn: its kind, the share of the parent's width that it keeps, a short label."""
 
+METHODS = {
+    "refined": "Puzzle: scores in context",
+    "additive": "Puzzle: sum of scores",
+    "uniform_ffn_width": "one FFN width for all layers",
+    "uniform_gqa": "one number of KV heads for all layers",
+    "depth_pruning": "whole layers out (ShortGPT)",
+    "greedy": "greedy by score per cost",
+    "paper_greedy": "the Puzzle paper’s greedy",
+    "largest_that_fits": "most parameters that fit",
+    "no_op_only": "subblocks only left out",
+    "random_search": "best of random ones",
+    "optuna_nsga2": "Optuna NSGA-II",
+    "optuna_tpe": "Optuna TPE",
+}
+
 SUBBLOCK_NAMES: dict[Subblock, str] = {"attention": "Attention", "ffn": "FFN"}
 
 

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores around an architecture: its own, and those of its single changes. What the search asks for when it refines."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
+import torch
 from torch import Tensor
 
 from puzzle.architecture import Architecture, SubblockVariant
 from puzzle.devices import generator
+from puzzle.evaluate import TokenSums
 from puzzle.run import Progress
 from puzzle.scoring.blocks import Blocks
-from puzzle.scoring.fisher import estimate, products
+from puzzle.scoring.fisher import estimate, forwards, products
 from puzzle.scoring.replacement import carry, judge
 
 
@@ -49,10 +52,14 @@ class Context:
     def _final(self, architecture: Architecture) -> Tensor:
         return carry(self.blocks, architecture, [], self.tokens, self.batch, self.progress)[0]
 
+    def judge(self, children: Iterable[Architecture]) -> dict[Architecture, TokenSums]:
+        """The figures of whole models."""
+        finals = {child: self._final(child) for child in children}
+        return judge(self.blocks.depth, self.parent, finals, self.tokens, self.progress)
+
     def true_score(self, child: Architecture) -> float:
         """The KL divergence of the whole model."""
-        finals = {child: self._final(child)}
-        return judge(self.blocks.depth, self.parent, finals, self.tokens, self.progress)[child].kl
+        return self.judge([child])[child].kl
 
     def exact(self, child: Architecture, variants: Sequence[SubblockVariant]) -> list[float]:
         """By how much the KL divergence changes with each of these variants, alone, in a child."""
@@ -74,3 +81,11 @@ class Context:
             progress=self.progress,
         )
         return estimate(found)
+
+    @torch.no_grad()
+    def block_influence(self) -> list[float]:
+        """Of each layer of the parent, 1 - cosine similarity of its input and output (ShortGPT, arXiv 2403.03853)."""
+        parent = Architecture.parent(self.blocks.depth.checkpoint.shape.num_layers)
+        states = forwards(self.blocks, parent, self.tokens, self.batch)
+        pairs = itertools.pairwise(states)
+        return [1 - float(torch.cosine_similarity(before, after, -1).mean()) for before, after in pairs]

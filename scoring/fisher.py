@@ -53,7 +53,7 @@ def products(
     for variant in variants:
         by_layer[variant.layer].append(variant)
     seq, depth = tokens.shape[1], blocks.depth
-    states = _forwards(blocks, architecture, tokens, batch)
+    states = forwards(blocks, architecture, tokens, batch)
     gradients = _at_last_layer(blocks, parent, states.pop(), samples, generator)
     found: Products = {}
     layers = depth.checkpoint.shape.num_layers
@@ -71,7 +71,7 @@ def products(
     return found
 
 
-def _forwards(blocks: Blocks, architecture: Architecture, tokens: Tensor, batch: int) -> list[Tensor]:
+def forwards(blocks: Blocks, architecture: Architecture, tokens: Tensor, batch: int) -> list[Tensor]:
     """The states [sequences, seq, hidden] before each layer, and after the last."""
     states = [blocks.depth.embed(tokens)]
     for index, layer in enumerate(blocks.depth.layers()):

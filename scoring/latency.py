@@ -9,7 +9,7 @@ so that weights come from memory as in the whole model, with the real KV cache. 
 import copy
 import inspect
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -132,7 +132,7 @@ def measure_costs(
     blocks: dict[tuple[str, str], BlockConfig]
     blocks = {(s, n): _alone(s, n, checkpoint) for s, n in distinct if n != "no_op"}
     blocks |= {(MODEL, CONSTANT): NOTHING, (MODEL, PARENT): checkpoint.parent_block}
-    models = {key: stacks.add(block) for key, block in blocks.items()}
+    models = {key: stacks.equal(block) for key, block in blocks.items()}
     times = time_models(models, scenario, shape.vocab_size, config, progress)
     nothing = times.pop((MODEL, CONSTANT))
     costs = _scaled({key: ((timing - nothing) / stacks.layers).row() for key, timing in times.items()})
@@ -166,27 +166,33 @@ def _alone(subblock: Subblock, name: str, checkpoint: Checkpoint) -> BlockConfig
 
 
 class Stacks:
-    """Stacks of equal layers around one embedding and head. All weights are one number: it does not change the time."""
+    """Layers around one embedding and head. All weights are one number: it does not change the time."""
 
     def __init__(self, checkpoint: Checkpoint, scenario: Scenario):
         self.checkpoint, self.scenario = checkpoint, scenario
         sizes = (subblock_sizes(PARENT, s, checkpoint.shape, scenario.dtype) for s in SUBBLOCKS)
         fitting = STACK_BYTES // sum(size["weight_bytes"] for size in sizes)
-        self.layers = max(1, min(checkpoint.shape.num_layers, fitting))
-        self.shell = DeciLMForCausalLM(self._config(NOTHING)).to(scenario.device, getattr(torch, scenario.dtype)).eval()
+        self.layers = max(1, min(checkpoint.shape.num_layers, fitting))  # of a stack of equal ones
+        self.shell = (
+            DeciLMForCausalLM(self._config([NOTHING])).to(scenario.device, getattr(torch, scenario.dtype)).eval()
+        )
 
-    def _config(self, block: BlockConfig) -> DeciLMConfig:
-        blocks = [block] * self.checkpoint.shape.num_layers
-        config = with_sdpa(self.checkpoint.child_config_with(blocks))
-        config.num_hidden_layers, config.block_configs = self.layers, config.block_configs[: self.layers]
+    def _config(self, blocks: Sequence[BlockConfig]) -> DeciLMConfig:
+        rest = [NOTHING] * (self.checkpoint.shape.num_layers - len(blocks))
+        config = with_sdpa(self.checkpoint.child_config_with([*blocks, *rest]))
+        config.num_hidden_layers, config.block_configs = len(blocks), config.block_configs[: len(blocks)]
         return config
 
-    def add(self, block: BlockConfig) -> Callable[[], PreTrainedModel]:
+    def equal(self, block: BlockConfig) -> Callable[[], PreTrainedModel]:
+        """A stack of equal layers, see `add`."""
+        return self.add([block] * self.layers)
+
+    def add(self, blocks: Sequence[BlockConfig]) -> Callable[[], PreTrainedModel]:
         """Make a stack; the function returned puts it into the shell and gives the whole."""
-        config = self._config(block)
-        cached = uses_cache(config.block_configs[0])
+        config = self._config(blocks)
+        cached = [uses_cache(block) for block in config.block_configs]
         with torch.device("meta"):  # random initialisation would take longer than the measurement
-            layers = nn.ModuleList(DeciLMDecoderLayer(config, i, i * cached) for i in range(self.layers))
+            layers = nn.ModuleList(DeciLMDecoderLayer(config, i, sum(cached[:i])) for i in range(len(blocks)))
         layers = layers.to(getattr(torch, self.scenario.dtype)).to_empty(device=self.scenario.device).eval()
         for parameter in layers.parameters():
             nn.init.constant_(parameter, 0.01)
@@ -194,4 +200,5 @@ class Stacks:
 
     def _use(self, layers: nn.ModuleList) -> PreTrainedModel:
         self.shell.model.layers = layers
+        self.shell.config.num_hidden_layers = len(layers)
         return self.shell

@@ -35,18 +35,19 @@ def measure(run: Run, progress: Progress) -> None:
         costs.to_parquet(temporary, index=False)
 
 
-def context(run: Run, progress: Progress) -> Context:
-    """Scores around any architecture of the run's search space, on its scoring tokens."""
+def context(run: Run, progress: Progress, split: str = "scoring", tokens: int | None = None) -> Context:
+    """Scores around any architecture of the run's search space, on (the first so many tokens of) a split."""
     config = run.config
     set_threads(config.machine.threads)
-    checkpoint = Checkpoint(find(config.parent))
+    checkpoint, seq = Checkpoint(find(config.parent)), config.data.seq_length
+    sequences = None if tokens is None else max(1, tokens // seq)
     return Context(
         Blocks(Depth(checkpoint, config.device), BlockLibrary(run.path / "library")),
         expand(config.search_space, checkpoint.shape),
-        load_split(run.path / "data", "scoring"),
+        load_split(run.path / "data", split)[:sequences],
         samples=config.scoring.samples,
         seed=config.seed,
-        batch=max(1, BATCH_TOKENS // config.data.seq_length),
+        batch=max(1, BATCH_TOKENS // seq),
         progress=progress,
     )
 

@@ -26,6 +26,7 @@ SMALL = [
         "healing.tokens=16384",
         "healing.learning_rate=0.0003",
         "measure.repeats=3",
+        "search.compare_tokens=512",
         "machine.threads=1",
         "sample_prompt=The",
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search spaces become candidates for a parent; what does not fit is one sentence."""
 
+import json
 import math
 from typing import Any
 
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 
 from puzzle import search_spaces
 from puzzle.architecture import PARENT, Architecture, AttentionConfig, FFNConfig, ModelShape, SubblockVariant
-from puzzle.config import SearchSpace, load_search_space, validate
+from puzzle.config import SearchSpace, load_search_space, search_space_schema, validate
 from puzzle.errors import ConfigError
-from puzzle.variants import KINDS, block_configs, expand, size
+from puzzle.variants import KINDS, block_configs, expand, listing, size
 
 SHAPE = ModelShape(4, 64, 8, 8, 16, 100, 257)
 
@@ -112,6 +113,37 @@ def test_presets_fit_small_parents(name: str) -> None:
     found = expand(load_search_space(search_spaces.path(name)), smollm2)
     assert {v.layer for v in found} == set(range(30))
     assert size(found) > 10
+
+
+def test_the_paper_has_54_blocks_a_layer() -> None:
+    """Arithmetic of the paper's section 2, on the shape of Llama-3.1-70B."""
+    llama = ModelShape(80, 8192, 64, 8, 128, 28672, 128256)
+    found = expand(load_search_space(search_spaces.path("paper")), llama)
+    assert len(allowed(found, 0, "attention")) * len(allowed(found, 0, "ffn")) == 54
+    assert size(found) == pytest.approx(80 * math.log10(54))
+
+
+def test_the_shipped_schema_is_the_present_one() -> None:
+    file = search_spaces.path("tiny").with_name("search_space.schema.json")
+    assert json.loads(file.read_text()) == search_space_schema()
+    layers = search_space_schema()["$defs"]["LayerRule"]["properties"]["layers"]
+    assert {kind["type"] for kind in layers["anyOf"]} == {"integer", "string", "array"}
+
+
+@pytest.mark.parametrize("name", search_spaces.names())
+def test_presets_name_the_schema_and_say_when_to_use_them(name: str) -> None:
+    lines = search_spaces.path(name).read_text().splitlines()
+    assert lines[0] == "# yaml-language-server: $schema=search_space.schema.json"
+    assert lines[1].startswith("# ")
+
+
+def test_a_listing_joins_equal_neighbours() -> None:
+    rows = listing(expand(space(rules=[{"layers": "1-2", "ffn": ["no_op"]}]), SHAPE), SHAPE, 2)
+    assert list(dict.fromkeys(r["layers"] for r in rows)) == ["0", "1-2", "3"]
+    assert [r["variant"] for r in rows if r["layers"] == "1-2"] == [PARENT, "kv4", "no_op", PARENT, "no_op"]
+    kv4 = next(r for r in rows if r["variant"] == "kv4")
+    assert kv4["kv_bytes_per_token"] == 2 * 4 * 16 * 2
+    assert kv4["params"] == 64 * (8 * 16 + 2 * 4 * 16) + 8 * 16 * 64 + 64
 
 
 def test_the_size_of_a_space() -> None:

@@ -7,8 +7,9 @@ the function's name. Each raises InfeasibleError where its kind of architecture 
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -78,6 +79,35 @@ class _Task:
 def _above_zero(values: np.ndarray) -> np.ndarray:
     """The values, zero where they are below or within rounding of it."""
     return np.where(values > TOLERANCE, values, 0.0)
+
+
+def every(
+    scores: pd.DataFrame,
+    costs: pd.DataFrame,
+    targets: Targets,
+    scenario: Scenario,
+    *,
+    block_influence: pd.Series | Sequence[float],
+    budget: int = 300,
+    seed: int = 0,
+) -> list[Solution]:
+    """What each of these methods finds, without those that find nothing or need a package that is not installed."""
+    methods: list[Callable[[], Solution]] = [
+        partial(method, scores, costs, targets, scenario)
+        for method in (uniform_ffn_width, uniform_gqa, greedy, paper_greedy, largest_that_fits, no_op_only)
+    ]
+    methods.append(partial(depth_pruning, scores, costs, targets, scenario, block_influence=block_influence))
+    methods += [
+        partial(method, scores, costs, targets, scenario, budget=budget, seed=seed)
+        for method in (random_search, optuna_nsga2, optuna_tpe)
+    ]
+    found = []
+    for method in methods:
+        try:
+            found.append(method())
+        except (InfeasibleError, UnsupportedError):
+            continue
+    return found
 
 
 def uniform_ffn_width(scores: pd.DataFrame, costs: pd.DataFrame, targets: Targets, scenario: Scenario) -> Solution:
@@ -245,7 +275,7 @@ def optuna_tpe(
     budget: int = 1000,
     seed: int = 0,
 ) -> Solution:
-    """Optuna's Bayesian search with the targets as constraints; `budget` is the number of evaluations."""
+    """The same with Optuna's Bayesian sampler."""
     task = _Task.of(scores, costs, targets, scenario)
     return task.finish(_optuna(task, "TPESampler", budget, seed), "optuna_tpe")
 

@@ -2,6 +2,8 @@
 """The kinds of variants, one file each, and how a search space becomes candidates for a parent."""
 
 import math
+from itertools import groupby
+from typing import Any
 
 from puzzle.architecture import (
     PARENT,
@@ -14,6 +16,8 @@ from puzzle.architecture import (
     Subblock,
     SubblockConfig,
     SubblockVariant,
+    kv_values_per_token,
+    subblock_params,
 )
 from puzzle.config import SearchSpace
 from puzzle.errors import ConfigError, did_you_mean
@@ -113,6 +117,39 @@ def _expand_entry(
     examples = {"attention": ["parent", "kv2", "kv/4", "linear", "no_op"], "ffn": ["parent", "50%", "linear", "no_op"]}
     known = examples[subblock]
     raise ConfigError(f"unknown {subblock} variant {entry!r}{did_you_mean(entry, known)} (known: {', '.join(known)})")
+
+
+def listing(variants: list[SubblockVariant], shape: ModelShape, itemsize: int) -> list[dict[str, Any]]:
+    """What `puzzle search-space show` shows: neighbouring layers of equal choice together.
+
+    Args:
+        variants: the candidates.
+        shape: of the parent.
+        itemsize: bytes per number of the KV cache.
+
+    Returns:
+        Rows of `layers` ("0-29"), `subblock`, `variant`, `params`, `kv_bytes_per_token`.
+    """
+    names: dict[int, dict[Subblock, list[str]]] = {}
+    for v in variants:
+        names.setdefault(v.layer, {s: [] for s in SUBBLOCKS})[v.subblock].append(v.name)
+    rows = []
+    for _, run in groupby(names.items(), key=lambda item: item[1]):
+        layers = [(layer, allowed) for layer, allowed in run]
+        first, last = layers[0][0], layers[-1][0]
+        for subblock, allowed in layers[0][1].items():
+            for name in allowed:
+                config = subblock_config(name, subblock, shape)
+                rows.append(
+                    {
+                        "layers": str(first) if first == last else f"{first}-{last}",
+                        "subblock": subblock,
+                        "variant": name,
+                        "params": subblock_params(config, shape),
+                        "kv_bytes_per_token": kv_values_per_token(config, shape) * itemsize,
+                    }
+                )
+    return rows
 
 
 def size(variants: list[SubblockVariant]) -> float:

@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import yaml
 from command_line import SMALL, puzzle
 from safetensors.torch import load_file
 
+from puzzle.costs import Solution
 from puzzle.devices import BYTES
 
 TARGET = ["--target", "params<=0.8x"]
@@ -116,13 +118,37 @@ def test_stage_commands_status_eval_and_inspect(finished: Path, parent: Path, co
     assert sum(row["kv_bytes_per_token"] for row in layers) == scale * summary["child"]["kv_bytes_per_token"]
 
 
+def test_search_of_a_run_traces_a_front_and_refines(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    front = json.loads(puzzle("search", run, "--sweep", "params", "--points", 4, "--json").stdout)
+    totals = [s["costs"]["params"] for s in front["solutions"]]
+    assert front["measure"] == "params" and len(totals) > 1 and totals == sorted(totals, reverse=True)
+    refined = Solution.from_json(json.loads((run / "solutions" / "child.json").read_text()))
+    rounds = json.loads((run / "solutions" / "rounds.json").read_text())["rounds"]
+    assert refined.method == "refine" and refined.score == rounds[-1]["solution"]["score"]
+    methods = {b["method"] for b in json.loads((run / "solutions" / "baselines.json").read_text())}
+    assert {"refined", "additive", "greedy", "random_search"} <= methods
+    assert puzzle("search", run, "--refine", "none").returncode == 0
+    plain = json.loads((run / "solutions" / "child.json").read_text())
+    assert plain == json.loads((run / "solutions" / "additive.json").read_text())
+    assert not (run / "solutions" / "rounds.json").exists()
+    assert puzzle("search", run, "--refine", "many").returncode == 2
+
+
+def test_search_space_show(parent: Path) -> None:
+    shown = json.loads(puzzle("search-space", "show", "tiny", "--parent", parent, "--json").stdout)
+    assert {row["subblock"] for row in shown["rows"]} == {"attention", "ffn"} and shown["log10_architectures"] > 1
+    assert json.loads(puzzle("search-space", "schema").stdout)["title"] == "Puzzle search space"
+
+
 def test_killed_at_any_moment_and_run_again_gives_the_same_child(
     finished: Path, parent: Path, corpus: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-m", "puzzle", *map(str, arguments(parent, corpus, run))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    for seen in ("library/1.ffn.*.safetensors", "scores.parquet", "healing/*"):
+    for seen in ("library/1.ffn.*.safetensors", "scores.parquet", "solutions/rounds.json", "healing/*"):
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and not list(run.glob(seen)):
             time.sleep(0.01)

@@ -191,7 +191,7 @@ def write_run(path: Path, layers: int = 6, parent: str = "models/toy-llama", nam
     files = {
         "data/splits.json": {"calibration": split, "training": split, "scoring": split, "validation": split},
         f"solutions/{name}.json": solution.to_json(),
-        "solutions/sweep.json": sweep,
+        "solutions/front.json": sweep,
         "solutions/baselines.json": baselines,
         "healing/curve.json": curve,
         "evaluation.json": evaluation(maker, solution),

@@ -165,7 +165,7 @@ def test_plotly_is_packed_whole(built):
 
 def test_a_run_without_sweep_baselines_healing_and_closed_forms(tmp_path):
     run = write_run(tmp_path / "run")
-    for absent in ("solutions/sweep.json", "solutions/baselines.json", "healing/curve.json"):
+    for absent in ("solutions/front.json", "solutions/baselines.json", "healing/curve.json"):
         (run.path / absent).unlink()
     index = pd.read_parquet(run.path / "library" / "index.parquet")
     index.assign(error_closed_form=None).to_parquet(run.path / "library" / "index.parquet")

@@ -225,7 +225,7 @@ def test_the_stack_of_a_large_parent_has_fewer_layers(parent: Path, monkeypatch:
         monkeypatch.setattr(latency, "STACK_BYTES", room)
         stacks = latency.Stacks(checkpoint, SCENARIO)
         assert stacks.layers == layers
-        assert len(stacks.add(checkpoint.parent_block)().model.layers) == layers
+        assert len(stacks.equal(checkpoint.parent_block)().model.layers) == layers
     Clock(price_of_parts).install(monkeypatch)
     _, deep = table(parent)
     monkeypatch.setattr(latency, "STACK_BYTES", 0)

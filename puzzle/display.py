@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands show: progress on stderr, tables of results on stdout."""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from puzzle.errors import PuzzleError
+from puzzle.run import Run, read_json
+
+if TYPE_CHECKING:
+    from puzzle.costs import Solution
+    from puzzle.search import ParetoFront
+
+out, err = Console(), Console(stderr=True)
+
+
+class Interrupted(PuzzleError):
+    """Ctrl-C; nothing on disk is lost."""
+
+    exit_code = 130
+
+
+@contextmanager
+def progress(quiet: bool, run: Run | None = None) -> Iterator[Any]:
+    """Bars with ETA on a terminal, a line per finished step elsewhere; both also go to RUN/log.txt."""
+    log = logging.getLogger("puzzle")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    if run is not None:
+        handler = logging.FileHandler(run.path / "log.txt", encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        log.addHandler(handler)
+    columns = (
+        TextColumn("{task.description:<20}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+    )
+    bars = Progress(*columns, console=err, disable=quiet or not err.is_terminal)
+    tasks: dict[str, Any] = {}
+
+    def report(what: str, done: int, total: int) -> None:
+        task = tasks.get(what)
+        if task is None or (done < total and bars.tasks[task].finished):
+            task = tasks[what] = bars.add_task(what, total=total)
+            log.info("%s: started", what)
+        over = bars.tasks[task].finished
+        bars.update(task, completed=done, total=total)
+        if done >= total and not over:
+            log.info("%s: done", what)
+            if not quiet and not err.is_terminal:
+                err.print(f"{what}: done", highlight=False)
+
+    try:
+        with bars:
+            yield report
+    except KeyboardInterrupt:
+        again = "; what is done is kept, run the same command again to continue" if run else ""
+        raise Interrupted(f"stopped{again}") from None
+    finally:
+        for handler in list(log.handlers):
+            log.removeHandler(handler)
+            handler.close()
+
+
+def show_run(run: Run, as_json: bool) -> None:
+    """The end of a run: a small table, a sample, what was reached of each target, the report's path."""
+    summary = read_json(run.path / "report" / "summary.json")
+    if as_json:
+        out.print_json(json.dumps(summary))
+        return
+    names = {"parent": "parent", "child_before_healing": "child before healing", "child": "child"}
+    table = Table("", *names.values())
+    rows = (
+        ("throughput, tokens/s", "throughput_tokens_per_s", "{:,.1f}"),
+        ("prefill, ms", "prefill_ms", "{:,.1f}"),
+        ("decode, ms/token", "decode_ms_per_token", "{:,.2f}"),
+        ("parameters, M", "params", "{:,.1f}"),
+        ("weights, MiB", "weight_bytes", "{:,.1f}"),
+        ("KV cache, KiB/token", "kv_bytes_per_token", "{:,.1f}"),
+        ("perplexity", "perplexity", "{:,.2f}"),
+        ("KL to the parent", "kl", "{:.4f}"),
+        ("same top token, %", "top1_agreement", "{:.1f}"),
+    )
+    scale = {"params": 1e-6, "weight_bytes": 2**-20, "kv_bytes_per_token": 2**-10, "top1_agreement": 100}
+    for title, key, form in rows:
+        table.add_row(title, *(form.format(summary[name][key] * scale.get(key, 1)) for name in names))
+    out.print(table)
+    evaluation = read_json(run.path / "evaluation.json")
+    for sample in evaluation["samples"]:
+        out.print(f"prompt: {sample['prompt']}", markup=False, highlight=False)
+        for name in ("parent", "child"):
+            out.print(f"{name}: …{sample[name]}", markup=False, highlight=False)
+    for target in evaluation["targets"]:
+        verdict = "met" if target["met"] else f"missed by {abs(target['asked'] - target['reached']):.3g}"
+        out.print(
+            f"target {target['target']}: reached {target['reached']:.3g} ± {target['spread']:.2g}, {verdict}",
+            markup=False, highlight=False,
+        )  # fmt: skip
+    out.print(f"child: {run.child}\nreport: {run.path / 'report' / 'index.html'}", markup=False, soft_wrap=True)
+
+
+def show_solution(solution: "Solution", as_json: bool) -> None:
+    result = solution.to_json()
+    if as_json:
+        result["objective"], result["solver"] = result.pop("score"), result.pop("method")
+        out.print_json(json.dumps(result))
+        return
+    out.print(
+        f"score {solution.score:.6g}, {solution.status} (gap {solution.gap:.2g}), {solution.seconds:.2f} s",
+        highlight=False,
+    )
+    for cost, value in solution.costs.items():
+        out.print(f"{cost}: {value:,.6g}", highlight=False)
+    table = Table("layer", "attention", "ffn")
+    for i, (attention, ffn) in enumerate(zip(solution.architecture.attention, solution.architecture.ffn, strict=True)):
+        table.add_row(str(i), attention, ffn)
+    out.print(table)
+
+
+def show_front(front: "ParetoFront", as_json: bool) -> None:
+    if as_json:
+        out.print_json(json.dumps(front.to_json()))
+        return
+    from puzzle.costs import measure
+
+    table = Table(front.measure, "score", "changes", "gap", "seconds")
+    for solution in front.solutions:
+        value = measure(front.measure, solution.costs, front.scenario)
+        changes = str(len(solution.architecture.changes))
+        row = f"{value:,.6g}", f"{solution.score:.6g}", changes, f"{solution.gap:.2g}", f"{solution.seconds:.2f}"
+        table.add_row(*row)
+    out.print(table)
