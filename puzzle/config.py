@@ -299,7 +299,7 @@ def _place(source: str | Path, loc: tuple[Any, ...]) -> str:
 def search_space_schema() -> dict[str, Any]:
     """The JSON Schema of a search space's YAML, for editors."""
     schema = SearchSpace.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Puzzle search space", **schema}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "Puzzle search space"}
 
 
 def load_search_space(path: Path) -> SearchSpace:

@@ -74,7 +74,7 @@ def test_an_unfinished_run_is_one_sentence(run, missing):
         read(run)
 
 
-@pytest.mark.parametrize("damaged", ["evaluation.json", "costs.parquet", "solutions/sweep.json"])
+@pytest.mark.parametrize("damaged", ["evaluation.json", "costs.parquet", "solutions/front.json"])
 def test_a_damaged_file_is_named(run, damaged):
     (run.path / damaged).write_text("{")
     with pytest.raises(ConfigError, match=f"{damaged}: cannot be read"):
