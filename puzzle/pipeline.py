@@ -17,7 +17,7 @@ from puzzle.block_library import BlockLibrary
 from puzzle.checkpoint import Checkpoint, find
 from puzzle.child.assemble import assemble
 from puzzle.config import RunConfig
-from puzzle.costs import COST_COLUMNS, MODEL, CostModel, Solution
+from puzzle.costs import COST_COLUMNS, MODEL, CostModel, Solution, measure
 from puzzle.devices import resolve_device, resolve_dtype, set_threads
 from puzzle.errors import UnsupportedError
 from puzzle.healing.gkd import heal
@@ -116,7 +116,10 @@ def search(run: Run, progress: Progress) -> None:
     solution = solve(
         scores, costs, config.targets, config.workload, solver=options.solver, time_limit=options.time_limit
     )
-    front = sweep(scores, costs, "throughput", options.points, config.workload)
+    # the front that a report can show: a good way past the child, not up to an empty model
+    share = measure("latency", solution.costs, config.workload) / measure("latency", parent_costs(run), config.workload)
+    down_to = min(0.4, 0.8 * share)
+    front = sweep(scores, costs, "throughput", options.points, config.workload, down_to=down_to)
     write_json(run.path / "solutions" / "sweep.json", [s.to_json() for s in front.solutions])
     write_json(run.path / "solutions" / "additive.json", solution.to_json())
     progress("search", 1, 1)

@@ -53,7 +53,8 @@ class Front:
         true = [reader.candidate(c, "best found for this speed") for c in data.sweep if c.true]
         self.series.append(Series(f"{prefix}best found, loss measured", true, colour=colour, line="-", size=5.5))
         if not name:
-            self.series += reader.baselines(data.baselines)
+            others = [c for c in data.baselines if c.solution.method != "refined"]  # it is the child before healing
+            self.series += reader.baselines(others)
         before, after = reader.model("child_before_healing"), reader.model("child")
         self.series.append(Series(f"{prefix}child before healing", [before], "o", colour, 9.0, face=figures.GHOST))
         self.series.append(Series(f"{prefix}child", [after], "*", colour, 15.0))

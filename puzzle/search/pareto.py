@@ -46,9 +46,10 @@ def sweep(
     targets: Targets = (),
     *,
     workers: int = 1,
+    down_to: float = 0.0,
     **options: Any,
 ) -> ParetoFront:
-    """Solve for `points` bounds on a measure, evenly spaced from the parent to the best reachable.
+    """Solve for `points` bounds on a measure, evenly spaced from the parent to the best reachable, or to `down_to`.
 
     Even in the cost: a sweep over throughput is even in the time, close at mild speedups and wide at extreme ones. It
     starts from the best score without a bound, which is the parent unless the further targets rule it out.
@@ -61,6 +62,7 @@ def sweep(
         scenario: the workload of `costs`.
         targets: further targets that every point meets.
         workers: threads; each builds one program and solves its share. The front does not depend on it.
+        down_to: where to stop, as a share of the cost it starts from: 0.4 ends a sweep of throughput at 2.5x.
         options: those of `puzzle.search.solve`.
 
     Raises:
@@ -82,7 +84,8 @@ def sweep(
         raise InfeasibleError(explain(program, among=range(1, len(program.limits))))
     least = program.solve(objective=limit.weights, bounds=[math.inf, *others])
     assert least is not None, "the further targets can be met"
-    bounds = np.linspace(limit.load(free.chosen), limit.load(least.chosen), points).tolist()
+    start = limit.load(free.chosen)
+    bounds = np.linspace(start, max(limit.load(least.chosen), down_to * start), points).tolist()
 
     def share(worker: int) -> list[tuple[float, Optimum | None]]:
         own = program if worker == 0 else build()

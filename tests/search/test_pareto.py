@@ -88,3 +88,11 @@ def test_further_targets_out_of_reach_are_named_alone():
 def test_wrong_arguments_are_refused(name, points, options, message):
     with pytest.raises(ConfigError, match=message):
         sweep(*random_tables(8), name, points, SCENARIO, **options)
+
+
+def test_a_sweep_ends_where_it_is_told():
+    scores, costs = random_tables(0, layers=6)
+    whole, part = (sweep(scores, costs, "decode", 9, SCENARIO, down_to=share).solutions for share in (0.0, 0.6))
+    parent = part[0].costs["decode_ms"]
+    assert whole[-1].costs["decode_ms"] < 0.5 * parent
+    assert all(s.costs["decode_ms"] >= 0.4 * parent for s in part) and part[-1].costs["decode_ms"] <= 0.6 * parent
