@@ -24,7 +24,7 @@ from puzzle.config import (
     search_space_schema,
     validate,
 )
-from puzzle.display import err, out, progress, show_front, show_run, show_solution
+from puzzle.display import err, out, progress, show_front, show_run, show_solution, show_solutions
 from puzzle.errors import ConfigError, PuzzleError
 from puzzle.run import Run, disk_error
 
@@ -411,48 +411,83 @@ def search(
     run: Annotated[Path | None, typer.Argument(help="a run directory", show_default=False)] = None,
     scores: Annotated[Path | None, typer.Option("--scores", help="own table: layer,subblock,variant,score")] = None,
     costs: Annotated[Path | None, typer.Option("--costs", help="own table: layer,subblock,variant, then costs")] = None,
-    target: Annotated[list[str] | None, typer.Option("--target", "-t", help="with own tables; several allowed")] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="sequences at once, with own tables")] = 1,
+    target: Annotated[list[str] | None, typer.Option("--target", "-t", help="several allowed")] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, help="sequences at once, with own tables", show_default="1")
+    ] = None,
     prompt: Annotated[int, typer.Option("--prompt", min=1, help="prompt tokens, with own tables")] = 128,
     generated: Annotated[int, typer.Option("--generated", min=1, help="generated tokens, with own tables")] = 128,
     sweep: Annotated[
         str | None, typer.Option("--sweep", help="trace the front of score against a measure: throughput, memory, ...")
     ] = None,
     points: Annotated[int, typer.Option("--points", min=2, help="of the front")] = 20,
+    homogeneous: Annotated[bool, typer.Option("--homogeneous", help="the same variants in every layer")] = False,
+    pin: Annotated[
+        list[str] | None, typer.Option("--pin", help="a layer that stays (3) or a variant that is set (12.ffn.ffn768)")
+    ] = None,
+    max_changes: Annotated[int | None, typer.Option("--max-changes", min=0, help="of the parent's subblocks")] = None,
+    solutions: Annotated[int, typer.Option("--solutions", min=1, help="the best so many, as different as...")] = 1,
+    distance: Annotated[int, typer.Option("--distance", min=1, help="...so many subblocks")] = 4,
     refine: Refine = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Choose the architecture for RUN, or for your own tables of scores and costs (CSV or parquet).
 
-    Example: `puzzle search --scores scores.csv --costs costs.csv --target "decode<=0.6x" --json`
+    With --target, --sweep or other conditions, RUN's tables answer the question and RUN stays as it is.
+
+    Example: `puzzle search runs/a --target "memory<=200MiB" --max-changes 10`
 
     Example: `puzzle search runs/a --sweep throughput --points 20`
+
+    Example: `puzzle search --scores scores.csv --costs costs.csv --target "decode<=0.6x" --json`
     """
-    if run is not None and (scores or costs or target):
+    options = _conditions(homogeneous, pin, max_changes)
+    question = bool(target or sweep or options or solutions > 1)
+    if (run is None) == (scores is None and costs is None):
         raise ConfigError("give a run directory, or --scores, --costs and --target, not both")
-    if run is None and not (scores and costs and (target or sweep)):
-        raise ConfigError("give a run directory, or --scores, --costs and --target")
-    if run is not None:
+    if refine is not None and (run is None or question):
+        raise ConfigError("--refine goes with a run directory alone: it scores the run's own model around the child")
+    if run is not None and not question:
         if refine is not None:
             _set(Run.open(run), {"search.refine": _rounds(refine)})
-        opened = _stage(run, "scores" if sweep else "refine", quiet)
-        if sweep is None:
-            show_solution(opened.solution, as_json)
-            return
-        from puzzle import pipeline
+        show_solution(_stage(run, "refine", quiet).solution, as_json)
+        return
+    from puzzle import search as room
 
-        tables, scenario = (pipeline.score_table(opened), pipeline.cost_table(opened)), opened.config.workload
+    if run is not None:
+        score_table, by_batch, scenario, own_targets = _tables_of(run, quiet)
+    elif scores and costs and (target or sweep):
+        score_table, by_batch = room.read_table(scores), room.by_batch(room.read_table(costs), batch)
+        scenario, own_targets = room.Scenario(min(by_batch), prompt, generated), []
     else:
-        if refine is not None:
-            raise ConfigError("--refine needs a run directory: scores around a child come from the model itself")
-        from puzzle.costs import Scenario
-        from puzzle.search.tables import read_table
-
-        tables, scenario = (read_table(scores), read_table(costs)), Scenario(batch, prompt, generated)
-    import puzzle.search as rooms
-
-    if sweep is None:
-        show_solution(rooms.solve(*tables, target or [], scenario), as_json)
+        raise ConfigError("own tables need all of --scores, --costs and --target (or --sweep)")
+    targets = target or ([] if sweep else own_targets)
+    if len(by_batch) > 1 and (sweep or solutions > 1):
+        known = ", ".join(map(str, by_batch))
+        raise ConfigError(f"--sweep and --solutions need one --batch of those in the costs: {known}")
+    costs_there = by_batch[scenario.batch]
+    if sweep:
+        show_front(room.sweep(score_table, costs_there, sweep, points, scenario, targets, **options), as_json)
+    elif len(by_batch) > 1:
+        scenario, solution = room.best_batch(score_table, by_batch, targets, scenario, **options)
+        show_solution(solution, as_json, batch=scenario.batch)
     else:
-        show_front(rooms.sweep(*tables, sweep, points, scenario, target or []), as_json)
+        options |= {"k": solutions, "min_distance": distance}
+        show_solutions(room.k_diverse(score_table, costs_there, targets, scenario, **options), as_json)
+
+
+def _tables_of(run: Path, quiet: bool) -> tuple[Any, dict[int, Any], Any, list[str]]:
+    """A run's scores, its costs by batch, its scenario and its targets."""
+    from puzzle import pipeline
+
+    opened = _stage(run, "scores", quiet)
+    scenario = opened.config.workload
+    return pipeline.score_table(opened), {scenario.batch: pipeline.cost_table(opened)}, scenario, opened.config.targets
+
+
+def _conditions(homogeneous: bool, pin: list[str] | None, max_changes: int | None) -> dict[str, Any]:
+    """The options of `puzzle.search.solve` that were given."""
+    pinned = [int(p) if p.isdecimal() else p for p in pin or []]
+    given = {"homogeneous": homogeneous, "pinned": pinned, "max_changes": max_changes}
+    return {key: value for key, value in given.items() if value is not None and value is not False and value != []}

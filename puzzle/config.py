@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from puzzle.costs import Scenario, Target
 from puzzle.errors import ConfigError, did_you_mean, reason
 
+RESERVED_NAMES = ("additive", "sweep", "rounds", "front", "baselines")  # files in RUN/solutions beside the child's
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -44,6 +45,12 @@ def _target(text: str) -> str:
     except ConfigError as error:  # as pydantic wants it, which knows the place
         raise ValueError(str(error)) from None
     return text
+
+
+def _child_name(name: str) -> str:
+    if name in RESERVED_NAMES:
+        raise ValueError(f"{name!r} is the name of another file in RUN/solutions; choose another")
+    return name
 
 
 class LayerRule(Section):
@@ -143,6 +150,9 @@ class SearchConfig(Section):
     refine: int = Field(
         8, ge=0, description="rounds of scoring again around the child, at most; they end where they no longer help"
     )
+    refine_seconds: float | None = Field(
+        None, gt=0, description="no round starts after so many; the child then depends on the machine's speed"
+    )
     radii: list[Annotated[int, Field(ge=1)]] = Field(
         [4, 8, 16], min_length=1, description="numbers of changes a round may make"
     )
@@ -195,7 +205,9 @@ class RunConfig(Section):
     )
     sample_prompt: str = Field("The difference between a list and a tuple is", description="continued in the report")
     seed: int = Field(0, ge=0, lt=2**32)
-    name: str = Field("child", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="folder name of the child")
+    name: Annotated[str, AfterValidator(_child_name)] = Field(
+        "child", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="folder name of the child"
+    )
     machine: MachineConfig = MachineConfig()
 
     @model_validator(mode="after")

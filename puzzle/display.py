@@ -3,7 +3,7 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -109,12 +109,18 @@ def show_run(run: Run, as_json: bool) -> None:
     out.print(f"child: {run.child}\nreport: {run.path / 'report' / 'index.html'}", markup=False, soft_wrap=True)
 
 
-def show_solution(solution: "Solution", as_json: bool) -> None:
+def _solution(solution: "Solution") -> dict[str, Any]:
     result = solution.to_json()
+    return {"objective": result.pop("score"), "solver": result.pop("method"), **result}
+
+
+def show_solution(solution: "Solution", as_json: bool, batch: int | None = None) -> None:
+    """One solution; `batch` where that was for the search to decide."""
     if as_json:
-        result["objective"], result["solver"] = result.pop("score"), result.pop("method")
-        out.print_json(json.dumps(result))
+        out.print_json(json.dumps(_solution(solution) | ({} if batch is None else {"batch": batch})))
         return
+    if batch is not None:
+        out.print(f"batch: {batch}", highlight=False)
     out.print(
         f"score {solution.score:.6g}, {solution.status} (gap {solution.gap:.2g}), {solution.seconds:.2f} s",
         highlight=False,
@@ -124,6 +130,21 @@ def show_solution(solution: "Solution", as_json: bool) -> None:
     table = Table("layer", "attention", "ffn")
     for i, (attention, ffn) in enumerate(zip(solution.architecture.attention, solution.architecture.ffn, strict=True)):
         table.add_row(str(i), attention, ffn)
+    out.print(table)
+
+
+def show_solutions(solutions: Sequence["Solution"], as_json: bool) -> None:
+    """One solution, or several, the best first."""
+    if len(solutions) == 1:
+        show_solution(solutions[0], as_json)
+        return
+    if as_json:
+        out.print_json(json.dumps([_solution(s) for s in solutions]))
+        return
+    table = Table("layer", *(f"score {s.score:.6g}" for s in solutions))
+    for i in range(solutions[0].architecture.num_layers):
+        halves = ((s.architecture.attention[i], s.architecture.ffn[i]) for s in solutions)
+        table.add_row(str(i), *(f"{attention} {ffn}" for attention, ffn in halves))
     out.print(table)
 
 

@@ -148,6 +148,7 @@ def refine_choice(run: Run, progress: Progress) -> None:
             around,
             radii=options.radii,
             rounds=options.refine,
+            time_limit=options.refine_seconds,
             on_round=keep,
             earlier=list(rounds),
             solver=options.solver,

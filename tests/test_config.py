@@ -98,6 +98,7 @@ def test_a_wrong_value_anywhere(path: tuple[str, ...], tmp_path: Path) -> None:
         (MINIMAL + "library: {ridge: [0.1, 0]}\n", "line 7, library.ridge.1: input should be greater than 0"),
         (MINIMAL + "compute_dtype: int8\n", "line 7, compute_dtype: input should be 'auto', 'float32', 'bfloat16' or"),
         (MINIMAL + "name: ../elsewhere\n", "line 7, name: string should match pattern"),
+        (MINIMAL + "name: sweep\n", "line 7, name: 'sweep' is the name of another file in RUN/solutions"),
         (
             MINIMAL + "library: {bld: {tokens: 1000000}}\n",
             "library.bld.tokens (1000000) is more than data.training_tokens (131072)",

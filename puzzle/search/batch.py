@@ -14,6 +14,36 @@ from puzzle.errors import ConfigError, InfeasibleError
 from puzzle.search.mip import Program, Targets
 from puzzle.search.tables import KEY, read
 
+BATCH = "batch"  # the column of a cost table that was measured at several batch sizes
+
+
+def by_batch(costs: pd.DataFrame, batch: int | None = None) -> dict[int, pd.DataFrame]:
+    """Split a cost table by its column `batch`, if it has one; a row without a batch belongs to every one.
+
+    Args:
+        costs: see `puzzle.search.tables`.
+        batch: take this one alone; a table without the column is taken to be measured at it (default 1).
+
+    Raises:
+        ConfigError: no rows at that batch, or a batch that is no number of sequences.
+    """
+    if BATCH not in costs.columns:
+        return {batch or 1: costs}
+    numbers = pd.to_numeric(costs[BATCH], errors="coerce")
+    wrong = costs[BATCH].notna() & ~(numbers.ge(1) & numbers.mod(1).eq(0))
+    if wrong.any():
+        row = int(wrong.to_numpy().argmax())
+        raise ConfigError(
+            f"costs, row {row + 1}: column 'batch' is '{costs[BATCH].iloc[row]}', not a number of sequences"
+        )
+    found = {int(b) for b in numbers.dropna()}
+    if not found:
+        raise ConfigError("costs: the column 'batch' is empty")
+    if batch is not None and batch not in found:
+        raise ConfigError(f"--batch {batch}: the costs have the batches {', '.join(map(str, sorted(found)))}")
+    wanted = sorted(found) if batch is None else [batch]
+    return {b: costs[numbers.eq(b) | numbers.isna()].drop(columns=BATCH).reset_index(drop=True) for b in wanted}
+
 
 def best_batch(
     scores: pd.DataFrame,

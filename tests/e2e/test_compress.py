@@ -16,6 +16,7 @@ import yaml
 from command_line import SMALL, puzzle
 from safetensors.torch import load_file
 
+from puzzle.architecture import Architecture
 from puzzle.costs import Solution
 from puzzle.devices import BYTES
 
@@ -124,6 +125,10 @@ def test_search_of_a_run_traces_a_front_and_refines(finished: Path, tmp_path: Pa
     front = json.loads(puzzle("search", run, "--sweep", "params", "--points", 4, "--json").stdout)
     totals = [s["costs"]["params"] for s in front["solutions"]]
     assert front["measure"] == "params" and len(totals) > 1 and totals == sorted(totals, reverse=True)
+    chosen = (run / "solutions" / "child.json").read_bytes()
+    few = json.loads(puzzle("search", run, "--target", "params<=0.9x", "--max-changes", 3, "--json").stdout)
+    assert few["costs"]["params"] <= 0.9 * totals[0] and len(Architecture.from_json(few["architecture"]).changes) <= 3
+    assert (run / "solutions" / "child.json").read_bytes() == chosen
     refined = Solution.from_json(json.loads((run / "solutions" / "child.json").read_text()))
     rounds = json.loads((run / "solutions" / "rounds.json").read_text())["rounds"]
     assert refined.method == "refine" and refined.score == rounds[-1]["solution"]["score"]
