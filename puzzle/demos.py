@@ -21,7 +21,7 @@ _SMOLLM2: dict[str, Any] = {
         "validation_tokens": 8_192,
     },
     "library": {"bld": {"tokens": 4_096}, "ridge": [1e-3, 1e-2, 1e-1]},
-    "search": {"refine": 2, "compare_tokens": 2_048},
+    "search": {"refine": 1, "compare_tokens": 1_024},
     "scenario": {"batch": 1, "prompt": 128, "generated": 128},
 }
 _TINY: dict[str, Any] = {
@@ -40,7 +40,7 @@ _TINY: dict[str, Any] = {
 }
 DEMOS = {"smollm2-135m": _SMOLLM2, "tiny": _TINY}
 # Healing of SmolLM2 takes a few minutes on two cores: about 330 tokens/s where they compute in bfloat16, else 110.
-_HEALING_TOKENS = {"bfloat16": 40_960, "float32": 16_384}
+_HEALING_TOKENS = {"bfloat16": 32_768, "float32": 12_288}
 
 
 def config(name: str, progress: Progress, note: Callable[[str], None]) -> RunConfig:
