@@ -47,6 +47,7 @@ def progress(quiet: bool, run: Run | None = None) -> Iterator[Any]:
     )
     bars = Progress(*columns, console=err, disable=quiet or not err.is_terminal)
     tasks: dict[str, Any] = {}
+    told: set[str] = set()
 
     def report(what: str, done: int, total: int) -> None:
         task = tasks.get(what)
@@ -57,7 +58,8 @@ def progress(quiet: bool, run: Run | None = None) -> Iterator[Any]:
         bars.update(task, completed=done, total=total)
         if done >= total and not over:
             log.info("%s: done", what)
-            if not quiet and not err.is_terminal:
+            if not quiet and not err.is_terminal and what not in told:  # work that comes in rounds is told once
+                told.add(what)
                 err.print(f"{what}: done", highlight=False)
 
     try:
