@@ -72,6 +72,8 @@ class Checkpoint:
             child = kind == DeciLMConfig.model_type
             self.family = LLAMA if child else family_of(kind, path)
             self.config = (DeciLMConfig if child else AutoConfig).from_pretrained(path)
+            if complaint := self.family.refuses(self.config):
+                raise UnsupportedError(f"{path}: {complaint}")
             self.shape: ModelShape = self.family.shape(self.config)
             wanted = self._shapes()
         except PuzzleError:

@@ -27,6 +27,7 @@ class DeciLMConfig(LlamaConfig):
 
     attention: `n_heads_in_group` (query heads per KV head), or `no_op`, or `replace_with_linear`.
     ffn: `intermediate_size`, or `no_op`, or `replace_with_linear`.
+    `qkv_bias`, where the config has it, says of q, k and v what `attention_bias` then says of the output alone.
     """
 
     model_type = "nemotron-nas"
@@ -48,6 +49,19 @@ class DeciLMConfig(LlamaConfig):
         if width := block["ffn"].get("intermediate_size"):
             config.intermediate_size = width
         return config
+
+
+def attention(config: LlamaConfig, cache_index: int) -> LlamaAttention:
+    """Llama's own attention; only `qkv_bias` is beyond what its config can say."""
+    qkv_bias = getattr(config, "qkv_bias", config.attention_bias)
+    if qkv_bias == config.attention_bias:
+        return LlamaAttention(config, cache_index)
+    biased = copy.copy(config)
+    biased.attention_bias = qkv_bias
+    module = LlamaAttention(biased, cache_index)
+    output = module.o_proj
+    module.o_proj = nn.Linear(output.in_features, output.out_features, bias=config.attention_bias)
+    return module
 
 
 class LinearAttn(nn.Module):
@@ -88,7 +102,7 @@ class DeciLMDecoderLayer(GradientCheckpointingLayer):
         if not block["attention"].get("no_op"):
             self.input_layernorm = LlamaRMSNorm(own.hidden_size, eps=own.rms_norm_eps)
             linear = block["attention"].get("replace_with_linear")
-            self.self_attn = LinearAttn(own.hidden_size) if linear else LlamaAttention(own, cache_index)
+            self.self_attn = LinearAttn(own.hidden_size) if linear else attention(own, cache_index)
             self.self_attn.config = config  # the model's: `set_attn_implementation` must reach masks and layers alike
         else:
             self.self_attn = None  # type: ignore[assignment]

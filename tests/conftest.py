@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import VARIATIONS, make_parent
+from tiny_models import PARENTS, make_parent
 
 torch.set_num_threads(1)
 
@@ -15,9 +15,9 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_parent(tmp_path_factory.mktemp("parent"))
 
 
-@pytest.fixture(scope="session", params=VARIATIONS)
+@pytest.fixture(scope="session", params=PARENTS)
 def any_parent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_parent(tmp_path_factory.mktemp(request.param), **VARIATIONS[request.param])
+    return make_parent(tmp_path_factory.mktemp(request.param), **PARENTS[request.param])
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 VARIATIONS = {
     "plain": {},
@@ -24,12 +24,18 @@ VARIATIONS = {
     },
 }
 
+PARENTS = VARIATIONS | {
+    "mistral": {"model_type": "mistral"},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "vocab_size": 258},  # its tokenizer adds one token,
+}
+
 
 def make_parent(folder: Path, **settings: object) -> Path:
-    """A Llama of 3 layers with random weights large enough to matter, and a byte tokenizer."""
+    """A model of 3 layers with random weights large enough to matter, and a byte tokenizer; a Llama unless told."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
         **{
+            "model_type": "llama",
             "vocab_size": 257,
             "hidden_size": 64,
             "intermediate_size": 96,
@@ -44,7 +50,7 @@ def make_parent(folder: Path, **settings: object) -> Path:
             **settings,
         }
     )
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:

@@ -40,6 +40,13 @@ FILE_TYPES = {
 """The formats that the `gguf` package can write; the others need llama.cpp's own tool."""
 TOOL = "llama-quantize"
 UNQUANTISED = {torch.float16: "f16", torch.bfloat16: "bf16"}  # what the tool starts from; f32 for all other dtypes
+ARCHS = {
+    DeciLMConfig.model_type: gguf.MODEL_ARCH.DECI,
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+}
+NEIGHBOURS = (gguf.MODEL_ARCH.DECI, gguf.MODEL_ARCH.LLAMA)  # rotate neighbouring channels, see `_stored`
 ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that no length of text changes
 ZERO_WIDTH = 32
 
@@ -53,7 +60,7 @@ class Entry(NamedTuple):
 
 
 def export(checkpoint: Path, out: Path, quant: Quant, progress: Progress = silent) -> Path:
-    """Write a child or a plain Llama as a GGUF file, whole or not at all.
+    """Write a child, or a plain checkpoint of its parent's family, as a GGUF file, whole or not at all.
 
     Args:
         checkpoint: a Hugging Face folder.
@@ -115,7 +122,7 @@ def check_supported(checkpoint: Checkpoint) -> None:
         UnsupportedError: says which layer or setting it is.
     """
     path, config = checkpoint.path, checkpoint.config
-    if config.model_type not in ("llama", DeciLMConfig.model_type):
+    if config.model_type not in ARCHS:
         raise UnsupportedError(f"{path}: models of model_type {config.model_type!r} are not written as GGUF")
     if config.hidden_act != "silu":
         raise UnsupportedError(f"{path}: llama.cpp's FFN uses silu, the model {config.hidden_act!r}")
@@ -137,7 +144,7 @@ def check_supported(checkpoint: Checkpoint) -> None:
 
 
 def _write(checkpoint: Checkpoint, file: Path, quant: str, progress: Progress) -> None:
-    arch = gguf.MODEL_ARCH.DECI if isinstance(checkpoint.config, DeciLMConfig) else gguf.MODEL_ARCH.LLAMA
+    arch = ARCHS[checkpoint.config.model_type]
     entries = list(_entries(checkpoint, arch))
     with closing(gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])) as writer:
         _add_description(writer, checkpoint, sum(entry.tensor.numel() for entry in entries))
@@ -214,7 +221,8 @@ def _entries(checkpoint: Checkpoint, arch: gguf.MODEL_ARCH) -> Iterator[Entry]:
         rotary_heads = {"self_attn.q_proj": checkpoint.shape.num_heads, "self_attn.k_proj": _kv_heads(block)}
         state = checkpoint.layer_state(layer) | _zeros(layer, block, checkpoint.shape.hidden_size)
         for name, tensor in state.items():
-            yield entry(f"model.layers.{layer}.{name}", tensor, rotary_heads.get(name.rpartition(".")[0], 0))
+            heads = rotary_heads.get(name.rpartition(".")[0], 0) if arch in NEIGHBOURS else 0
+            yield entry(f"model.layers.{layer}.{name}", tensor, heads)
     yield entry(NORM, checkpoint.tensor(NORM))
     if not checkpoint.shape.tied_embeddings:
         yield entry(HEAD, checkpoint.tensor(HEAD))
@@ -254,8 +262,8 @@ def _format(entry: Entry, quant: str) -> gguf.GGMLQuantizationType:
 def _stored(entry: Entry, quant: str) -> np.ndarray:
     """The bytes of a tensor.
 
-    transformers rotates the first half of a head's channels with the second half, llama.cpp neighbours: so rows i and
-    i + head_dim / 2 of a head become neighbours.
+    transformers rotates the first half of a head's channels with the second half, llama.cpp in most architectures
+    neighbours: so rows i and i + head_dim / 2 of a head become neighbours.
     """
     tensor = entry.tensor.float()
     if entry.rotary_heads:

@@ -6,8 +6,10 @@ from pathlib import Path
 from puzzle.errors import UnsupportedError
 from puzzle.families.base import Family
 from puzzle.families.llama import FAMILY as LLAMA
+from puzzle.families.mistral import FAMILY as MISTRAL
+from puzzle.families.qwen2 import FAMILY as QWEN2
 
-FAMILIES = {family.model_type: family for family in (LLAMA,)}
+FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2)}
 
 
 def family_of(model_type: object, source: Path) -> Family:

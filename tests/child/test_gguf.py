@@ -320,9 +320,9 @@ def compare(checkpoint: Path, file: Path) -> tuple[bool, float]:
     return runtime.continuation(PROMPT, 8) == wanted.tolist(), float((found - log_probs).abs().max())
 
 
-@pytest.mark.parametrize("name", VARIATIONS)
-def test_llama_cpp_computes_the_same(tmp_path: Path, name: str) -> None:
-    child = make_child(tmp_path / "child", MIXED, **VARIATIONS[name])
+@pytest.mark.parametrize("settings", [*VARIATIONS.values(), {"qkv_bias": True}], ids=[*VARIATIONS, "qkv_bias"])
+def test_llama_cpp_computes_the_same(tmp_path: Path, settings: dict) -> None:
+    child = make_child(tmp_path / "child", MIXED, **settings)
     same, difference = compare(child, export(child, tmp_path / "child.gguf", "f32"))
     assert same
     assert difference < 1e-4
@@ -336,7 +336,7 @@ def test_llama_cpp_with_other_first_layers(tmp_path: Path, blocks: list) -> None
     assert difference < 1e-4
 
 
-def test_llama_cpp_runs_plain_llamas(any_parent: Path, tmp_path: Path) -> None:
+def test_llama_cpp_runs_plain_checkpoints(any_parent: Path, tmp_path: Path) -> None:
     same, difference = compare(any_parent, export(any_parent, tmp_path / "parent.gguf", "f32"))
     assert same
     assert difference < 1e-4

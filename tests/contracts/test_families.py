@@ -61,6 +61,26 @@ PUBLISHED = {  # config, parameters, KV-cache bytes a token in 16 bit
         1_235_814_400,
         32_768,
     ),
+    "Qwen2-7B": (
+        {
+            **{"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944},
+            **{"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
+        },
+        7_615_616_512,
+        57_344,
+    ),
+    "Mistral-7B": (
+        {
+            **{"model_type": "mistral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336},
+            **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 4096},
+        },
+        7_241_732_096,
+        131_072,
+    ),
+}
+WINDOWED = {
+    "mistral": {"sliding_window": 16},
+    "qwen2": {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1},
 }
 
 each_family = pytest.mark.parametrize("model_type", FAMILIES)
@@ -106,6 +126,13 @@ def test_unknown_families() -> None:
         family_of("gpt2", Path("here"))
 
 
+@pytest.mark.parametrize("model_type", WINDOWED)
+def test_windows_are_refused(model_type: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(model_type, **{**TINY, **WINDOWED[model_type]}).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"sees the last 16 tokens only"):
+        Checkpoint(tmp_path)
+
+
 @each_family
 @each_variation
 def test_parameters_are_those_of_the_model(model_type: str, variation: str) -> None:
@@ -129,9 +156,9 @@ def test_the_childs_config_says_what_the_parents_says(model_type: str, variation
     config = config_of(model_type, variation)
     child = DeciLMConfig(**FAMILIES[model_type].child_settings(config))
     again = DeciLMConfig.from_dict({**child.to_dict()})
-    for name, value in config.to_dict().items():
-        if name not in ("model_type", "architectures", "_name_or_path", "transformers_version"):
-            assert getattr(child, name) == getattr(again, name) == value, name
+    both = AutoConfig.for_model(model_type).to_dict().keys() & DeciLMConfig().to_dict().keys()
+    for name in both - {"model_type", "architectures", "transformers_version"}:
+        assert getattr(child, name) == getattr(again, name) == getattr(config, name), name
     assert child.model_type == "nemotron-nas"
 
 

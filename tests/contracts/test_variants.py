@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import VARIATIONS, make_parent
+from tiny_models import PARENTS, make_parent
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -117,15 +117,15 @@ class Layer:
 
 @pytest.fixture(scope="module", params=["plain", "biased", "head_dim"])
 def layer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Layer:
-    folder = make_parent(tmp_path_factory.mktemp(request.param), **VARIATIONS[request.param])
+    folder = make_parent(tmp_path_factory.mktemp(request.param), **PARENTS[request.param])
     checkpoint = Checkpoint(folder)
     x = torch.randn(8, 24, 64, generator=torch.Generator().manual_seed(2))
     return Layer(checkpoint, checkpoint.layer(1), x, Depth(checkpoint, "cpu").context(24))
 
 
-@pytest.fixture(scope="module", params=VARIATIONS)
+@pytest.fixture(scope="module", params=PARENTS)
 def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
-    return Checkpoint(make_parent(tmp_path_factory.mktemp("p"), **VARIATIONS[request.param])).shape
+    return Checkpoint(make_parent(tmp_path_factory.mktemp("p"), **PARENTS[request.param])).shape
 
 
 SHAPE = ModelShape(3, 64, 4, 2, 16, 96, 257)
