@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer, make_parent
 from torch import Tensor
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from puzzle.architecture import AttentionConfig, BlockConfig, FFNConfig
 from puzzle.checkpoint import Checkpoint, block_entry, find, read_entry
@@ -43,7 +43,7 @@ def walk(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whole(folder: Path, tokens: Tensor) -> Tensor:
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
 
 
 def make_child(folder: Path, parent: Path) -> Path:
@@ -71,7 +71,7 @@ def test_contexts_of_several_lengths(parent: Path, tokens: Tensor, seq: int) -> 
 
 def test_whole_layers(any_parent: Path, tokens: Tensor) -> None:
     """A layer as a module gives the hidden states that transformers records after it."""
-    model = LlamaForCausalLM.from_pretrained(any_parent, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(any_parent, dtype=torch.float32)
     wanted = model(tokens, output_hidden_states=True).hidden_states
     depth = Depth(Checkpoint(any_parent), "cpu")
     states = depth.embed(tokens)
@@ -276,12 +276,12 @@ def test_quantised_weights_are_not_read_as_if_they_were_not(tmp_path: Path) -> N
         Checkpoint(folder)
 
 
-@pytest.mark.parametrize("kind", ["mistral", "no such type", None])
+@pytest.mark.parametrize("kind", ["gemma3", "no such type", None])
 def test_other_model_types(kind: str | None, tmp_path: Path) -> None:
     folder = make_parent(tmp_path)
     edit_config(model_type=kind)(folder)
     with pytest.raises(
-        UnsupportedError, match=rf"model_type {kind!r} are not supported \(supported: llama\)"
+        UnsupportedError, match=rf"model_type {kind!r} are not supported \(supported: llama, mistral, qwen2\)"
     ) as caught:
         Checkpoint(folder)
     assert str(folder) in str(caught.value)

@@ -20,7 +20,7 @@ class Family:
     refuses: Callable[[PretrainedConfig], str | None] = lambda config: None  # what a child could not compute
 
 
-def shape(config: PretrainedConfig, **biases: bool) -> ModelShape:
+def shape_of(config: PretrainedConfig, **biases: bool) -> ModelShape:
     """The shape as Llama-like configs name it; `biases` are those of ModelShape."""
     return ModelShape(
         num_layers=config.num_hidden_layers,
@@ -35,13 +35,13 @@ def shape(config: PretrainedConfig, **biases: bool) -> ModelShape:
     )
 
 
-def settings(config: PretrainedConfig, *dropped: str) -> dict[str, Any]:
+def settings_of(config: PretrainedConfig, *dropped: str) -> dict[str, Any]:
     """A parent's config without what belongs to its own class, and without `dropped`."""
     own = ("model_type", "architectures", "_name_or_path", "transformers_version", "quantization_config")
     return {k: v for k, v in config.to_dict().items() if k not in (*own, *dropped)}
 
 
-def sliding_window(config: PretrainedConfig) -> str | None:
+def window_complaint(config: PretrainedConfig) -> str | None:
     """The complaint about a window that is shorter than the texts the model is made for."""
     window = getattr(config, "sliding_window", None)
     if window is None or window >= config.max_position_embeddings:

@@ -4,12 +4,12 @@
 from transformers import PretrainedConfig
 
 from puzzle.architecture import ModelShape
-from puzzle.families import base
+from puzzle.families.base import Family, settings_of, shape_of
 
 
 def shape(config: PretrainedConfig) -> ModelShape:
     """Of a child as well, whose config may say `qkv_bias` where q, k and v alone have biases."""
-    return base.shape(
+    return shape_of(
         config,
         attention_bias=getattr(config, "qkv_bias", config.attention_bias),
         attention_output_bias=config.attention_bias,
@@ -17,4 +17,4 @@ def shape(config: PretrainedConfig) -> ModelShape:
     )
 
 
-FAMILY = base.Family("llama", shape, base.settings)
+FAMILY = Family("llama", shape, settings_of)

@@ -5,11 +5,11 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from puzzle.families import base
+from puzzle.families.base import Family, settings_of, shape_of, window_complaint
 
 
 def child_settings(config: PretrainedConfig) -> dict[str, Any]:
-    return base.settings(config, "sliding_window", "attention_bias", "mlp_bias")
+    return settings_of(config, "sliding_window", "attention_bias", "mlp_bias")
 
 
-FAMILY = base.Family("mistral", base.shape, child_settings, base.sliding_window)
+FAMILY = Family("mistral", shape_of, child_settings, window_complaint)

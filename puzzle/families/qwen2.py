@@ -6,21 +6,21 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from puzzle.architecture import ModelShape
-from puzzle.families import base
+from puzzle.families.base import Family, settings_of, shape_of, window_complaint
 
 
 def shape(config: PretrainedConfig) -> ModelShape:
-    return base.shape(config, attention_bias=True)
+    return shape_of(config, attention_bias=True)
 
 
 def child_settings(config: PretrainedConfig) -> dict[str, Any]:
     """`qkv_bias` beside `attention_bias: false` is what vLLM reads for biases on q, k and v alone."""
     dropped = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "mlp_bias")
-    return base.settings(config, *dropped) | {"attention_bias": False, "qkv_bias": True}
+    return settings_of(config, *dropped) | {"attention_bias": False, "qkv_bias": True}
 
 
 def refuses(config: PretrainedConfig) -> str | None:
-    return base.sliding_window(config) if "sliding_attention" in config.layer_types else None
+    return window_complaint(config) if "sliding_attention" in config.layer_types else None
 
 
-FAMILY = base.Family("qwen2", shape, child_settings, refuses)
+FAMILY = Family("qwen2", shape, child_settings, refuses)

@@ -118,23 +118,25 @@ def test_child_tensors(mixed: Path, tmp_path: Path) -> None:
         assert not values(tensors[absent]).any()
 
 
-def test_plain_llama(any_parent: Path, tmp_path: Path) -> None:
+def test_plain_checkpoints(any_parent: Path, tmp_path: Path) -> None:
     fields, tensors = read(export(any_parent, tmp_path / "parent.gguf", "f32"))
     checkpoint = Checkpoint(any_parent)
-    assert fields["general.architecture"] == "llama"
-    assert (fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]) == (4, 2)
-    assert fields["llama.feed_forward_length"] == 96
+    arch = "qwen2" if checkpoint.config.model_type == "qwen2" else "llama"
+    assert fields["general.architecture"] == arch
+    assert (fields[f"{arch}.attention.head_count"], fields[f"{arch}.attention.head_count_kv"]) == (4, 2)
+    assert fields[f"{arch}.feed_forward_length"] == 96
     assert ("output.weight" in tensors) != checkpoint.shape.tied_embeddings
     stored = sum(math.prod(tensor.shape) for name, tensor in tensors.items() if name != "rope_freqs.weight")
     model = AutoModelForCausalLM.from_pretrained(any_parent)
     assert stored == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_rotating_neighbours_gives_the_same_attention_scores(any_parent: Path, tmp_path: Path) -> None:
-    """Queries and keys of the file, rotated pair by pair as llama.cpp does it, in float64 loops."""
+def test_rotating_as_llama_cpp_gives_the_same_attention_scores(any_parent: Path, tmp_path: Path) -> None:
+    """Queries and keys of the file, rotated pair by pair as llama.cpp does it for its family, in float64 loops."""
     _, tensors = read(export(any_parent, tmp_path / "parent.gguf", "f32"))
     checkpoint = Checkpoint(any_parent)
     size, base = checkpoint.shape.head_dim, checkpoint.config.rope_parameters["rope_theta"]
+    halves = checkpoint.config.model_type == "qwen2"  # pairs half a head apart; of a Llama, neighbours
     factors = values(tensors["rope_freqs.weight"]) if "rope_freqs.weight" in tensors else torch.ones(size // 2)
     x = torch.randn(5, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -147,9 +149,10 @@ def test_rotating_neighbours_gives_the_same_attention_scores(any_parent: Path, t
         for position in range(len(vectors)):
             for pair in range(size // 2):
                 angle = position * base ** (-2 * pair / size) / float(factors[pair])
-                a, b = (float(v) for v in vectors[position, 2 * pair : 2 * pair + 2])
-                out[position, 2 * pair] = a * math.cos(angle) - b * math.sin(angle)
-                out[position, 2 * pair + 1] = a * math.sin(angle) + b * math.cos(angle)
+                first, second = (pair, pair + size // 2) if halves else (2 * pair, 2 * pair + 1)
+                a, b = float(vectors[position, first]), float(vectors[position, second])
+                out[position, first] = a * math.cos(angle) - b * math.sin(angle)
+                out[position, second] = a * math.sin(angle) + b * math.cos(angle)
         return out
 
     attention = checkpoint.layer(1, dtype=torch.float64).self_attn

@@ -200,7 +200,8 @@ def child_config(shape: ModelShape, blocks: list[dict]) -> DeciLMConfig:
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        attention_bias=shape.attention_bias,
+        attention_bias=shape.attention_output_bias,
+        qkv_bias=shape.attention_bias,
         mlp_bias=shape.mlp_bias,
     )
 

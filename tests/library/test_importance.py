@@ -7,15 +7,15 @@ import pytest
 import torch
 from references import naive_importance
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from puzzle.devices import generator
 from puzzle.library import importance
 from puzzle.run import silent
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def measure(folder: Path, tokens: Tensor, method: str, **options: object) -> importance.Importance:

@@ -10,7 +10,7 @@ import torch
 from references.naive_library import normalised_error, pulled_least_squares, second_moments
 from references.naive_replacement import replacement
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from puzzle.architecture import Subblock, SubblockConfig
 from puzzle.checkpoint import Checkpoint
@@ -29,7 +29,7 @@ class Place:
     """A layer of a parent with what is known of one of its subblocks."""
 
     checkpoint: Checkpoint
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     context: dict
     fit: SubblockIO
     held_out: SubblockIO
@@ -42,7 +42,7 @@ class Place:
 
 
 def place(folder: Path, subblock: Subblock, sequences: int = 8, seq: int = 24) -> Place:
-    checkpoint, model = Checkpoint(folder), LlamaForCausalLM.from_pretrained(folder).eval()
+    checkpoint, model = Checkpoint(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
     depth, layer = Depth(checkpoint, "cpu"), checkpoint.layer(LAYER)
     tokens = torch.randint(257, (sequences, seq), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -76,7 +76,7 @@ def matrix_and_features(p: Place, subblock: Subblock, state: State) -> tuple[str
 
 
 def test_inputs_and_outputs_are_those_of_transformers(any_parent: Path, tokens: Tensor) -> None:
-    checkpoint, model = Checkpoint(any_parent), LlamaForCausalLM.from_pretrained(any_parent).eval()
+    checkpoint, model = Checkpoint(any_parent), AutoModelForCausalLM.from_pretrained(any_parent).eval()
     layer, seen = model.model.layers[LAYER], {}
 
     def note(name: str) -> object:

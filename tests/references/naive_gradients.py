@@ -4,14 +4,14 @@
 import torch
 from references.naive_replacement import replaced
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 Changes = dict[tuple[int, str], dict[str, Tensor]]
 
 
 def products(
-    parent: LlamaForCausalLM,
-    model: LlamaForCausalLM,
+    parent: PreTrainedModel,
+    model: PreTrainedModel,
     tokens: Tensor,
     labels: Tensor,
     layer: int,

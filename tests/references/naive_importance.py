@@ -3,10 +3,10 @@
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 
-def last_matrices(model: LlamaForCausalLM) -> dict[str, tuple[nn.Linear, list[range]]]:
+def last_matrices(model: PreTrainedModel) -> dict[str, tuple[nn.Linear, list[range]]]:
     """Per subblock: the matrix that writes its output, and the input features of each channel or KV head's group."""
     found = {}
     for i, layer in enumerate(model.model.layers):
@@ -18,7 +18,7 @@ def last_matrices(model: LlamaForCausalLM) -> dict[str, tuple[nn.Linear, list[ra
     return found
 
 
-def _inputs(model: LlamaForCausalLM, sequence: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _inputs(model: PreTrainedModel, sequence: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits [seq, vocab] of one sequence, and what each last matrix reads, [1, seq, features]."""
     seen: dict[str, Tensor] = {}
     handles = []
@@ -30,7 +30,7 @@ def _inputs(model: LlamaForCausalLM, sequence: Tensor) -> tuple[Tensor, dict[str
     return logits, seen
 
 
-def fisher(model: LlamaForCausalLM, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def fisher(model: PreTrainedModel, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Mean over tokens of the squared first-order change of the log-likelihood of `labels` when a feature goes."""
     sums = {key: torch.zeros(len(groups), dtype=torch.float64) for key, (_, groups) in last_matrices(model).items()}
     for sequence, wanted in zip(tokens, labels, strict=True):
@@ -46,7 +46,7 @@ def fisher(model: LlamaForCausalLM, tokens: Tensor, labels: Tensor) -> dict[str,
 
 
 @torch.no_grad()
-def contribution(model: LlamaForCausalLM, tokens: Tensor) -> dict[str, Tensor]:
+def contribution(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
     """Mean over tokens of the norm by which the subblock's output moves when a feature is set to zero."""
     sums = {key: torch.zeros(len(groups), dtype=torch.float64) for key, (_, groups) in last_matrices(model).items()}
     for sequence in tokens:

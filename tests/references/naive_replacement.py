@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacing subblocks by hand inside transformers' own Llama, and scoring each by a run of the whole model."""
+"""Replacing subblocks by hand inside transformers' own model, and scoring each by a run of the whole model."""
 
 import copy
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers import PreTrainedModel
 
 
 class Nothing(nn.Module):
@@ -33,7 +32,7 @@ class OneMatrix(nn.Module):
         return (output, None) if self.attention else output
 
 
-def replacement(model: LlamaForCausalLM, layer: int, attention: bool, tensors: dict[str, Tensor]) -> nn.Module:
+def replacement(model: PreTrainedModel, layer: int, attention: bool, tensors: dict[str, Tensor]) -> nn.Module:
     """The module that these tensors of a layer describe; no tensors: a no-op."""
     if not tensors:
         return Nothing(attention)
@@ -43,16 +42,17 @@ def replacement(model: LlamaForCausalLM, layer: int, attention: bool, tensors: d
             return OneMatrix(attention, tensors[name])
     config = copy.deepcopy(model.config)
     if attention:
-        config.num_key_value_heads = tensors["k_proj.weight"].shape[0] // config.head_dim
-        module: nn.Module = LlamaAttention(config, layer)
+        head_dim = tensors["q_proj.weight"].shape[0] // config.num_attention_heads
+        config.num_key_value_heads = tensors["k_proj.weight"].shape[0] // head_dim
     else:
         config.intermediate_size = tensors["down_proj.weight"].shape[1]
-        module = LlamaMLP(config)
+    resized = type(model)(config).model.layers[layer]
+    module = resized.self_attn if attention else resized.mlp
     module.load_state_dict(tensors)
     return module
 
 
-def replaced(model: LlamaForCausalLM, changes: dict[tuple[int, str], dict[str, Tensor]]) -> LlamaForCausalLM:
+def replaced(model: PreTrainedModel, changes: dict[tuple[int, str], dict[str, Tensor]]) -> PreTrainedModel:
     """A copy of a model with some subblocks replaced; `changes` maps (layer, "attention" or "ffn") to tensors."""
     changed = copy.deepcopy(model)
     for (layer, subblock), tensors in changes.items():
@@ -63,7 +63,7 @@ def replaced(model: LlamaForCausalLM, changes: dict[tuple[int, str], dict[str, T
 
 
 @torch.no_grad()
-def scores(parent: LlamaForCausalLM, child: LlamaForCausalLM, tokens: Tensor) -> dict[str, float]:
+def scores(parent: PreTrainedModel, child: PreTrainedModel, tokens: Tensor) -> dict[str, float]:
     """What the whole model loses, in float64 from the two models' logits; token by token."""
     kl, agrees, loss, parent_loss = [], [], [], []
     for sequence in tokens:

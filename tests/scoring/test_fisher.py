@@ -8,7 +8,7 @@ import torch
 from references import naive_gradients, naive_replacement
 from tiny_runs import MIXED, SPACE, random_library
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from puzzle.architecture import Architecture, SubblockVariant
 from puzzle.block_library import BlockLibrary, VariantRecord
@@ -47,8 +47,8 @@ class Place:
         self.library.save(variant, state, VariantRecord("own", "own", 1.0, 1.0, 1.0, 0, "start"))
 
 
-def models(place: Place, architecture: Architecture) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    parent = LlamaForCausalLM.from_pretrained(place.checkpoint.path, dtype=torch.float32).eval()
+def models(place: Place, architecture: Architecture) -> tuple[PreTrainedModel, PreTrainedModel]:
+    parent = AutoModelForCausalLM.from_pretrained(place.checkpoint.path, dtype=torch.float32).eval()
     changes = {(v.layer, v.subblock): place.library.load(v) for v in architecture.changes}
     return parent, naive_replacement.replaced(parent, changes)
 

@@ -9,7 +9,7 @@ import torch
 from references import naive_replacement
 from tiny_runs import SPACE, in_bfloat16, random_library
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from puzzle.architecture import PARENT, SubblockVariant
 from puzzle.block_library import BlockLibrary
@@ -42,7 +42,7 @@ def by_key(scores: pd.DataFrame) -> dict[str, dict]:
 
 
 def assert_equal_to_naive(place: Place, scores: pd.DataFrame, tokens: Tensor) -> None:
-    parent = LlamaForCausalLM.from_pretrained(place.checkpoint.path, dtype=torch.float32).eval()
+    parent = AutoModelForCausalLM.from_pretrained(place.checkpoint.path, dtype=torch.float32).eval()
     found = by_key(scores)
     assert len(found) == len(scores) == len(place.variants)
     for variant in place.variants:
