@@ -1,32 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: parse, call one function, print. stdout carries results, stderr progress and errors.
 
-Imports of torch and of the rooms are inside the commands, so that `--help` and `puzzle search` on tables stay fast.
+Imports of torch, pydantic and the rooms are inside the functions: `--help` and `puzzle search` on tables stay fast.
 """
 
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 from rich.table import Table
 
 from puzzle import __version__, search_spaces
-from puzzle.config import (
-    DataConfig,
-    RunConfig,
-    SearchConfig,
-    load_search_space,
-    read_yaml,
-    search_space_schema,
-    validate,
-)
 from puzzle.display import err, out, progress, show_front, show_run, show_solution, show_solutions
 from puzzle.errors import ConfigError, PuzzleError
 from puzzle.run import Run, disk_error
+
+if TYPE_CHECKING:
+    from puzzle.config import RunConfig
 
 app = typer.Typer(
     name="puzzle",
@@ -126,6 +119,8 @@ def _rounds(refine: str | None) -> int | None:
     """The number of rounds that `--refine` asks for; None where it is not given."""
     if refine is None or refine.isdecimal():
         return None if refine is None else int(refine)
+    from puzzle.config import SearchConfig
+
     known = {"none": 0, "auto": SearchConfig().refine}
     if refine not in known:
         raise ConfigError(f"--refine {refine!r}: auto, none or a number of rounds is expected")
@@ -134,12 +129,14 @@ def _rounds(refine: str | None) -> int | None:
 
 def _set(run: Run, settings: dict[str, Any]) -> None:
     """Change an existing run's config."""
+    from puzzle.config import RunConfig, validate
+
     data = run.config.model_dump(mode="json")
     _put(data, settings)
     Run.create(run.path, validate(RunConfig, data, "command line"), update=True)
 
 
-def _compress(config: RunConfig, path: Path, update: bool, quiet: bool, as_json: bool) -> None:
+def _compress(config: "RunConfig", path: Path, update: bool, quiet: bool, as_json: bool) -> None:
     from puzzle import pipeline
 
     run = Run.create(path, pipeline.resolve(config), update)
@@ -148,12 +145,16 @@ def _compress(config: RunConfig, path: Path, update: bool, quiet: bool, as_json:
     show_run(run, as_json)
 
 
-def compose(config: Path | None, options: dict[str, Any], settings: list[str]) -> RunConfig:
+def compose(config: Path | None, options: dict[str, Any], settings: list[str]) -> "RunConfig":
     """The run's config from a YAML file, then the options, then `--set` pairs; later ones win.
 
     Raises:
         ConfigError: a key or value is wrong, or something is missing.
     """
+    import yaml
+
+    from puzzle.config import RunConfig, load_search_space, read_yaml, validate
+
     data = read_yaml(config) if config else {}
     given = {key: value for key, value in options.items() if value is not None}
     for setting in settings:
@@ -299,6 +300,7 @@ def eval_(
 
     Example: `puzzle eval runs/a/children/child --parent ./llama --data my.jsonl`
     """
+    from puzzle.config import DataConfig, validate
     from puzzle.evaluate import evaluate_checkpoint
 
     config = validate(
@@ -383,6 +385,7 @@ def show_space(
     Example: `puzzle search-space show cpu-small --parent ./llama`
     """
     from puzzle.checkpoint import Checkpoint, find
+    from puzzle.config import load_search_space
     from puzzle.variants import expand, listing, size
 
     checkpoint = Checkpoint(find(parent))
@@ -403,6 +406,8 @@ def show_space(
 @space_app.command("schema")
 def print_schema() -> None:
     """Print the JSON Schema of search spaces, for editors that complete and check YAML."""
+    from puzzle.config import search_space_schema
+
     out.print_json(json.dumps(search_space_schema()))
 
 

@@ -6,9 +6,7 @@ not have to spend; and registering while transformers is half imported runs into
 hook adds the two names to transformers' lazy tables when these load, and serves the module that the tables name.
 """
 
-import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -24,7 +22,9 @@ _TABLES = {  # module of transformers -> {table in it: our entry}
 _MODULE = "transformers.models.nemotron_nas"
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _Finder:
+    """Finder and loader; without importlib.abc's base classes, whose import takes longer than all the rest here."""
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -42,6 +42,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
             spec.loader.exec_module = execute_and_add  # type: ignore[method-assign]
         return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        """The import system's own module will do."""
 
     def exec_module(self, module: ModuleType) -> None:
         import puzzle.modeling

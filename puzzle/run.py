@@ -15,15 +15,14 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import yaml
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING, Any
 
 from puzzle.architecture import fingerprint
-from puzzle.config import RunConfig, read_yaml, validate
 from puzzle.costs import Solution
 from puzzle.errors import ConfigError, OutputError, PuzzleError, reason
+
+if TYPE_CHECKING:
+    from puzzle.config import RunConfig
 
 _SCRATCH = ".writing-"  # prefix of the folders in which outputs grow until they are whole
 
@@ -124,7 +123,7 @@ class Stage:
 class Run:
     """A run directory and its manifest."""
 
-    def __init__(self, path: Path, config: RunConfig):
+    def __init__(self, path: Path, config: "RunConfig"):
         self.path, self.config = path, config
 
     @classmethod
@@ -134,18 +133,22 @@ class Run:
         Raises:
             ConfigError: the folder holds no run.
         """
+        from puzzle.config import RunConfig, read_yaml, validate  # pydantic: `puzzle search` on tables starts without
+
         file = path / "run.yaml"
         if not file.is_file():
             raise ConfigError(f"{path}: no run here (it has no run.yaml); `puzzle compress ... --out {path}` makes one")
         return cls(path, validate(RunConfig, read_yaml(file), file))
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig, update: bool = False) -> "Run":
+    def create(cls, path: Path, config: "RunConfig", update: bool = False) -> "Run":
         """Make the run directory, or continue one of the same recipe.
 
         Raises:
             ConfigError: the folder holds a run of another recipe (and not `update`), or something else.
         """
+        import yaml
+
         if (path / "run.yaml").exists():
             old = cls.open(path)
             changed = _differences(old.config.recipe(), config.recipe())
@@ -183,6 +186,8 @@ class Run:
         Raises:
             PuzzleError: another process holds it.
         """
+        from filelock import FileLock, Timeout
+
         try:
             with FileLock(self.path / ".lock", timeout=0):
                 for scratch in list(self.path.rglob(f"{_SCRATCH}*")):

@@ -2,15 +2,16 @@
 if __name__ != "puzzle.search_spaces":  # the clone's root is on the path: this would load a second time
     raise ImportError("import puzzle.search_spaces instead of search_spaces")
 
-from importlib import resources
 from pathlib import Path
 
 from puzzle.errors import ConfigError, did_you_mean
 
+FOLDER = Path(__file__).parent
+
 
 def names() -> list[str]:
     """The presets that come with Puzzle."""
-    return sorted(f.name[:-5] for f in resources.files(__name__).iterdir() if f.name.endswith(".yaml"))
+    return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
 def path(name_or_file: str) -> Path:
@@ -23,7 +24,7 @@ def path(name_or_file: str) -> Path:
     if Path(name_or_file).is_file():
         return Path(name_or_file)
     if name in names():
-        return Path(str(resources.files(__name__) / f"{name}.yaml"))
+        return FOLDER / f"{name}.yaml"
     raise ConfigError(
         f"search space {name_or_file!r} is neither a file nor a preset{did_you_mean(name, names())} "
         f"(presets: {', '.join(names())})"
