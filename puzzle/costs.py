@@ -70,6 +70,7 @@ _MEASURES: dict[str, tuple[Callable[[Scenario], dict[str, float]], str]] = {
     "throughput": (latency_coefficients, "rate"),
     "latency": (latency_coefficients, "time"),
     "prefill": (lambda s: {"prefill_ms": 1.0}, "time"),
+    "ttft": (lambda s: {"prefill_ms": 1.0}, "time"),  # time to first token, as serving tools call the same
     "decode": (lambda s: {"decode_ms": 1.0}, "time"),
     "memory": (_memory, "bytes"),
     "weights": (lambda s: {"weight_bytes": 1.0}, "bytes"),

@@ -94,7 +94,7 @@ def target_value(target: Target, value: float) -> str:
         return f"{value:g}×"
     if target.measure == "throughput":
         return f"{number(value)} tokens/s"
-    if target.measure in ("latency", "prefill", "decode"):
+    if target.measure in ("latency", "prefill", "ttft", "decode"):
         return f"{number(value)} ms"
     if target.measure == "energy":
         return f"{number(value)} J per token"

@@ -17,7 +17,7 @@ TIME = {"ms": 1, "s": 1_000, "us": 0.001}
 BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
 UNITS = {  # of each measure: unit -> its size in the base unit
     "throughput": {"": 1, "tok/s": 1, "tokens/s": 1},
-    **{name: TIME for name in ("latency", "prefill", "decode")},
+    **{name: TIME for name in ("latency", "prefill", "ttft", "decode")},
     **{name: BYTES for name in ("memory", "weights", "kv_cache")},
     "params": {"": 1, "k": 1e3, "M": 1e6, "B": 1e9},
     "energy": {"J": 1},
@@ -104,6 +104,7 @@ def by_hand(name: str, c: dict[str, float], s: Scenario) -> float:
         "throughput": s.batch * s.generated / seconds,
         "latency": seconds * 1_000,
         "prefill": c["prefill_ms"],
+        "ttft": c["prefill_ms"],
         "decode": c["decode_ms"],
         "memory": c["weight_bytes"] + cache,
         "weights": c["weight_bytes"],
