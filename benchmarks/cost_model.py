@@ -21,7 +21,8 @@ from puzzle.config import MeasureConfig, load_search_space
 from puzzle.costs import CostModel, Scenario
 from puzzle.devices import resolve_dtype
 from puzzle.run import silent
-from puzzle.scoring.latency import Stacks, measure_costs, time_models
+from puzzle.scoring.latency import PHASES, Stacks, measure_costs, time_models
+from puzzle.scoring.whole import cost_check
 from puzzle.variants import block_configs, expand
 
 
@@ -62,20 +63,13 @@ def main() -> None:
         for name, architecture in [(-1, Architecture.parent(checkpoint.shape.num_layers)), *enumerate(architectures)]
     }
     times = time_models(models, scenario, checkpoint.shape.vocab_size, config, silent)
-    whole, rows = predictor.parent(), []
-    for i, architecture in enumerate(architectures):
-        row: dict[str, float] = {"changes": len(architecture.changes)}
-        predicted = predictor.predict(architecture)
-        for phase in ("prefill", "decode"):
-            measured = np.median(getattr(times[i], phase)) / np.median(getattr(times[-1], phase))
-            asked = predicted[f"{phase}_ms"] / whole[f"{phase}_ms"]
-            row |= {f"{phase} predicted": asked, f"{phase} measured": measured, f"{phase} off": asked / measured - 1}
-        rows.append(row)
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(cost_check(predictor, dict(enumerate(architectures)), times, times[-1]))
+    for phase in PHASES:
+        table[f"{phase}_off"] = table[f"{phase}_predicted"] / table[f"{phase}_measured"] - 1
     print(table.round(3).to_string())
-    errors = {f"{p}_error": float(table[f"{p} off"].abs().median()) for p in ("prefill", "decode")}
-    parent_ms = {f"parent_{p}_ms": float(np.median(getattr(times[-1], p))) for p in ("prefill", "decode")}
-    off = {f"parent_{p}_predicted_ms": whole[f"{p}_ms"] for p in ("prefill", "decode")}
+    errors = {f"{p}_error": float(table[f"{p}_off"].abs().median()) for p in PHASES}
+    parent_ms = {f"parent_{p}_ms": float(np.median(getattr(times[-1], p))) for p in PHASES}
+    off = {f"parent_{p}_predicted_ms": predictor.parent()[f"{p}_ms"] for p in PHASES}
     figures = {k: round(v, 4) for k, v in {**errors, **parent_ms, **off}.items()}
     print(json.dumps({"ratio": round(1 + max(errors.values()), 4), **figures}))
 

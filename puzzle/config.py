@@ -130,6 +130,7 @@ class MeasureConfig(Section):
     warmup: int = Field(2, ge=0, description="rounds thrown away")
     repeats: int = Field(7, gt=0, description="rounds kept; the median counts")
     decode_steps: int = Field(8, gt=0, description="decode steps per round")
+    front_checks: int = Field(5, ge=0, description="architectures of the front timed as wholes, to check the sums")
 
 
 class ScoringConfig(Section):

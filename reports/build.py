@@ -24,7 +24,7 @@ from plotly.offline import get_plotlyjs
 from puzzle.architecture import SUBBLOCKS
 from puzzle.costs import measure
 from puzzle.reports import figures, layers, words
-from puzzle.reports.data import COSTS, ERRORS, MODELS, RunData, read, summary
+from puzzle.reports.data import COSTS, ERRORS, MODELS, PHASES, RunData, read, summary
 from puzzle.reports.front import Front
 from puzzle.run import Progress, Run, atomic, silent
 
@@ -141,6 +141,25 @@ def prediction_rows(data: RunData) -> list[dict[str, Any]]:
     return rows
 
 
+def front_check(data: RunData) -> dict[str, Any]:
+    """Predicted against measured times of the front: `rows` in words, and the median `error` of each phase."""
+    rows = [
+        {
+            "changes": round(entry["changes"]),
+            **{
+                phase: {
+                    "predicted": words.number(entry[f"{phase}_predicted"]),
+                    "measured": words.number(entry[f"{phase}_measured"]),
+                    "difference": words.change(entry[f"{phase}_predicted"], entry[f"{phase}_measured"]),
+                }
+                for phase in PHASES
+            },
+        }
+        for entry in data.front_check
+    ]
+    return {"rows": rows, "error": data.front_errors()}
+
+
 def method_rows(data: RunData) -> list[dict[str, Any]]:
     """Each way to choose an architecture in words, from the lowest measured loss up."""
     parent = data.predicted_parent()["throughput_tokens_per_s"]
@@ -211,7 +230,8 @@ def tables(data: RunData, front: Front) -> dict[str, pd.DataFrame]:
             columns=["stage", "seconds", "peak_bytes"],
         ),
     }
-    return found | ({"healing": pd.DataFrame(data.healing)} if data.healing else {})
+    optional = {"healing": data.healing, "front_check": data.front_check}
+    return found | {name: pd.DataFrame(rows) for name, rows in optional.items() if rows}
 
 
 def _comparison_table(runs: dict[str, RunData]) -> pd.DataFrame:
@@ -293,6 +313,7 @@ def _context(data: RunData, front: Front, drawn: dict[str, Markup]) -> dict[str,
         "front": front,
         "figures": drawn,
         "predictions": prediction_rows(data),
+        "check": front_check(data),
         "methods": method_rows(data),
         "rounds": round_rows(data),
         "agreement": data.estimate_agreement(),

@@ -23,6 +23,7 @@ COSTS = (
 )
 FIGURES = ("perplexity", "kl", "top1_agreement", *COSTS)
 ERRORS = ["error_start", "error_closed_form", "error"]
+PHASES = ("prefill", "decode")
 MODELS = ("parent", "child", "child_before_healing")
 
 Figures = dict[str, float]
@@ -57,6 +58,7 @@ class RunData:
     models: dict[str, Figures]
     predicted: Figures
     targets: list[dict[str, Any]]
+    front_check: list[dict[str, float]]
     samples: list[dict[str, str]]
     blocks: list[dict[str, Any]]
     machine: dict[str, Any]
@@ -112,6 +114,14 @@ class RunData:
         spread = (own["prefill_iqr_ms"] + self.scenario.generated * own["decode_iqr_ms"]) / 2
         return own["throughput_tokens_per_s"] * spread / latency
 
+    def front_errors(self) -> Figures:
+        """Of each phase, the median over the front's timed architectures of |predicted / measured - 1|."""
+        table = pd.DataFrame(self.front_check)
+        return {
+            phase: float((table[f"{phase}_predicted"] / table[f"{phase}_measured"] - 1).abs().median())
+            for phase in (PHASES if len(table) else ())
+        }
+
     def predicted_parent(self) -> Figures:
         """What the additive cost model says of the parent, under the names of `COSTS`."""
         costs = self.costs.parent()
@@ -137,7 +147,7 @@ def read(run: Run) -> RunData:
         baselines=[Candidate.from_json(c) for c in _json(path / "solutions" / "baselines.json", optional=True)],
         rounds=(_json(path / "solutions" / "rounds.json", optional=True) or {"rounds": []})["rounds"],
         models={name: evaluation["models"][name] for name in MODELS},
-        **{key: evaluation[key] for key in ("predicted", "targets", "samples", "blocks", "machine")},
+        **{key: evaluation[key] for key in ("predicted", "targets", "front_check", "samples", "blocks", "machine")},
         index=_table(path / "library" / "index.parquet"),
         scores=_table(path / "scores.parquet"),
         costs=CostModel(_table(path / "costs.parquet"), config.workload),
@@ -152,6 +162,7 @@ def summary(data: RunData) -> dict[str, Any]:
     return {
         **{name: {key: data.models[name][key] for key in FIGURES} for name in MODELS},
         "predicted": {key: data.predicted[key] for key in COSTS},
+        "front_check": {"architectures": len(data.front_check), "median_error": data.front_errors()},
         "targets": data.targets,
         "stages": {
             name: {"seconds": entry["seconds"], "peak_bytes": entry["peak_bytes"]}

@@ -87,9 +87,9 @@ def time_models(
         given = models[name]
         model = given if isinstance(given, PreTrainedModel) else given()
         if name not in caches:  # the cache that decoding starts from
-            caches[name] = _forward(model, [tokens])
-        prefill = partial(_forward, model, [tokens[:, : scenario.prompt]])
-        decode = partial(_forward, model, [tokens[:, :1]] * config.decode_steps, copy.deepcopy(caches[name]))
+            caches[name] = forward(model, [tokens])
+        prefill = partial(forward, model, [tokens[:, : scenario.prompt]])
+        decode = partial(forward, model, [tokens[:, :1]] * config.decode_steps, copy.deepcopy(caches[name]))
         pair = _milliseconds(prefill, scenario.device), _milliseconds(decode, scenario.device) / config.decode_steps
         rounds[name].append(pair)
     progress("latency", total, total)
@@ -98,7 +98,7 @@ def time_models(
 
 
 @torch.no_grad()
-def _forward(model: PreTrainedModel, steps: list[Tensor], cache: DynamicCache | None = None) -> DynamicCache:
+def forward(model: PreTrainedModel, steps: list[Tensor], cache: DynamicCache | None = None) -> DynamicCache:
     """Forward passes one after the other on one KV cache, logits of the last position only."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     for tokens in steps:

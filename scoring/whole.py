@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check: parent and child measured as wholes, beside what the tables predicted. RUN/evaluation.json."""
+"""The check: parent, child and some of the front measured as wholes, beside what the tables predicted.
+
+It makes RUN/evaluation.json.
+"""
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,23 +16,26 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from puzzle.architecture import plain
+from puzzle.architecture import Architecture, plain
 from puzzle.checkpoint import Checkpoint, find
-from puzzle.costs import CostModel, Scenario, Target, measure
+from puzzle.costs import CostModel, Scenario, Solution, Target, measure
 from puzzle.data import load_split
 from puzzle.devices import set_threads
 from puzzle.evaluate import BATCH_TOKENS, evaluate, load
-from puzzle.run import Progress, Run, write_json
-from puzzle.scoring.latency import Timing, time_models
+from puzzle.run import Progress, Run, read_json, write_json
+from puzzle.scoring.latency import PHASES, Stacks, Timing, forward, time_models
 from puzzle.variants import block_configs
 
-VERSION = 1
+VERSION = 2
 SAMPLE_TOKENS = 64
 SIZES = ("weight_bytes", "kv_bytes_per_token", "params")
 
 
 def evaluate_child(run: Run, progress: Progress) -> None:
-    """Measure parent, child and unhealed child: quality on held-out text, latency in turns, sizes, a sample."""
+    """Measure parent, child and unhealed child: quality on held-out text, latency in turns, sizes, a sample.
+
+    A few architectures of the front are timed in the same turns, with weights that are all one number.
+    """
     config, scenario = run.config, run.config.workload
     set_threads(config.machine.threads)
     checkpoint = Checkpoint(find(config.parent))
@@ -44,17 +50,19 @@ def evaluate_child(run: Run, progress: Progress) -> None:
 
     for model in models.values():
         model.to(getattr(torch, scenario.dtype))
-    timings = time_models(models, scenario, checkpoint.shape.vocab_size, config.measure, progress)
+    front = spread_out(run, config.measure.front_checks)
+    stacks = Stacks(checkpoint, scenario)
+    checked = {i: stacks.add(block_configs(a, checkpoint.shape)) for i, a in enumerate(front)}
+    timings = time_models(models | checked, scenario, checkpoint.shape.vocab_size, config.measure, progress)
     predictor = CostModel(pd.read_parquet(run.path / "costs.parquet"), scenario)
     predicted = predictor.predict(run.solution.architecture)
-    counted = {"parent": predictor.parent(), "child_before_healing": predicted, "child": predicted}
     measured = {
         name: {
-            "prefill_ms": float(np.median(timing.prefill)),
-            "decode_ms": float(np.median(timing.decode)),
-            **{size: counted[name][size] for size in SIZES},
+            "prefill_ms": float(np.median(timings[name].prefill)),
+            "decode_ms": float(np.median(timings[name].decode)),
+            **sizes(model),
         }
-        for name, timing in timings.items()
+        for name, model in models.items()
     }
     blocks = block_configs(run.solution.architecture, checkpoint.shape)
     evaluation = {
@@ -62,6 +70,7 @@ def evaluate_child(run: Run, progress: Progress) -> None:
             name: quality[name] | whole_figures(measured[name], scenario) | spreads(timings[name]) for name in models
         },
         "predicted": whole_figures(predicted, scenario),
+        "front_check": cost_check(predictor, dict(enumerate(front)), timings, timings["parent"]),
         "targets": [reached(Target.parse(t), timings, measured, scenario) for t in config.targets],
         "samples": [{"prompt": config.sample_prompt, **samples}],
         "scenario": asdict(scenario),
@@ -70,6 +79,50 @@ def evaluate_child(run: Run, progress: Progress) -> None:
         "blocks": [{"attention": plain(b.attention), "ffn": plain(b.ffn)} for b in blocks],
     }
     write_json(run.path / "evaluation.json", evaluation)
+
+
+def spread_out(run: Run, count: int) -> list[Architecture]:
+    """So many changed architectures of the run's front, evenly from its one end to the other."""
+    front = [Solution.from_json(s).architecture for s in read_json(run.path / "solutions" / "sweep.json")]
+    changed = [architecture for architecture in front if architecture.changes]
+    picked = np.linspace(0, len(changed) - 1, min(count, len(changed))).round().astype(int)
+    return [changed[i] for i in picked]
+
+
+def cost_check(
+    costs: CostModel, architectures: Mapping[int, Architecture], timings: Mapping[Any, Timing], parent: Timing
+) -> list[dict[str, float]]:
+    """Times of whole models over the parent's, by the sum of the table and by the clock.
+
+    Args:
+        costs: predicts.
+        architectures: by the name that `timings` has them under.
+        timings: of the whole models.
+        parent: timed in the same turns; each round is compared with the parent's.
+
+    Returns:
+        Per architecture: `changes`, and of each phase `..._predicted` and `..._measured`.
+    """
+    whole, rows = costs.parent(), []
+    for name, architecture in architectures.items():
+        predicted, row = costs.predict(architecture), {"changes": float(len(architecture.changes))}
+        for phase in PHASES:
+            rounds = getattr(timings[name], phase) / getattr(parent, phase)
+            row[f"{phase}_predicted"] = predicted[f"{phase}_ms"] / whole[f"{phase}_ms"]
+            row[f"{phase}_measured"] = float(np.median(rounds))
+        rows.append(row)
+    return rows
+
+
+def sizes(model: PreTrainedModel) -> dict[str, float]:
+    """Bytes of the weights as loaded, tied ones once; bytes that a token adds to the KV cache; parameters."""
+    tokens = torch.zeros(1, 8, dtype=torch.long, device=model.device)
+    stored = [t for layer in forward(model, [tokens]).layers for t in (layer.keys, layer.values) if t is not None]
+    return {
+        "weight_bytes": float(sum(p.nbytes for p in model.parameters())),
+        "kv_bytes_per_token": sum(t.nbytes for t in stored) / tokens.numel(),
+        "params": float(model.num_parameters()),
+    }
 
 
 @torch.no_grad()

@@ -53,6 +53,10 @@ def test_summary_says_what_scripts_need(finished: Path) -> None:
     assert set(summary["predicted"]) >= COSTS
     assert summary["targets"][0]["reached"] <= 0.8
     assert summary["child"]["params"] <= 0.8 * summary["parent"]["params"]
+    for cost in ("weight_bytes", "kv_bytes_per_token", "params"):  # counted from the loaded model
+        assert summary["child"][cost] == summary["predicted"][cost]
+    assert summary["front_check"]["architectures"] >= 1
+    assert all(error >= 0 for error in summary["front_check"]["median_error"].values())
     assert all(stage["seconds"] >= 0 and stage["peak_bytes"] > 0 for stage in summary["stages"].values())
     assert len(summary["architecture"]["attention"]) == 3
 

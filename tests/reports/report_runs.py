@@ -152,6 +152,29 @@ def evaluation(maker: Maker, solution: Solution) -> dict:
         "targets": [
             {"target": target.text, "asked": 1.3, "reached": reached, "spread": 0.02, "met": target.met(reached)}
         ],
+        "front_check": [
+            {
+                "changes": 3.0,
+                "prefill_predicted": 0.9,
+                "prefill_measured": 0.9,
+                "decode_predicted": 0.8,
+                "decode_measured": 0.88,
+            },
+            {
+                "changes": 7.0,
+                "prefill_predicted": 0.6,
+                "prefill_measured": 0.5,
+                "decode_predicted": 0.7,
+                "decode_measured": 0.7,
+            },
+            {
+                "changes": 9.0,
+                "prefill_predicted": 0.5,
+                "prefill_measured": 0.48,
+                "decode_predicted": 0.5,
+                "decode_measured": 0.52,
+            },
+        ],
         "samples": [
             {
                 "prompt": "The difference between a list and a tuple is",

@@ -51,6 +51,12 @@ def test_spread_of_throughput_follows_that_of_its_times(run):
     assert data.throughput_spread("child") == pytest.approx(slope, rel=1e-6)
 
 
+def test_errors_of_the_front_are_medians_of_relative_differences(run):
+    """By hand: prefill 0, 0.1 / 0.5, 0.02 / 0.48; decode 0.08 / 0.88, 0, 0.02 / 0.52."""
+    assert read(run).front_errors() == pytest.approx({"prefill": 0.02 / 0.48, "decode": 0.02 / 0.52})
+    assert summary(read(run))["front_check"]["architectures"] == 3
+
+
 def test_memory_counts_the_full_cache(run):
     data = read(run)
     child = data.models["child"]

@@ -36,7 +36,7 @@ class Clock:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> "Clock":
         monkeypatch.setattr(latency.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(latency, "_forward", self.forward)
+        monkeypatch.setattr(latency, "forward", self.forward)
         return self
 
     def forward(self, model: PreTrainedModel, steps: list[torch.Tensor], cache: Any = None) -> Any:
@@ -174,7 +174,7 @@ def test_rounds_go_around_all_models(parent: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_each_decode_starts_from_the_same_cache(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths, forward = [], latency._forward
+    lengths, forward = [], latency.forward
 
     def noted(model: PreTrainedModel, steps: list[torch.Tensor], cache: Any = None) -> Any:
         before = 0 if cache is None else cache.get_seq_length()
@@ -182,7 +182,7 @@ def test_each_decode_starts_from_the_same_cache(parent: Path, monkeypatch: pytes
         lengths.append((before, after.get_seq_length()))
         return after
 
-    monkeypatch.setattr(latency, "_forward", noted)
+    monkeypatch.setattr(latency, "forward", noted)
     time_models({"parent": LlamaForCausalLM.from_pretrained(parent)}, SCENARIO, 257, CONFIG, silent)
     assert lengths == [(0, 16)] + [(0, 12), (16, 18)] * 4
 

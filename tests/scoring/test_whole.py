@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic of the check of whole models, and the sample that is shown."""
 
+import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from puzzle.costs import Scenario, Target
+from puzzle.architecture import Architecture
+from puzzle.checkpoint import Checkpoint
+from puzzle.costs import CostModel, Scenario, Solution, Target
+from puzzle.run import Run
 from puzzle.scoring import whole
 from puzzle.scoring.latency import Timing
-from puzzle.scoring.whole import continue_prompt, iqr, reached, spreads, whole_figures
+from puzzle.scoring.whole import continue_prompt, cost_check, iqr, reached, sizes, spread_out, spreads, whole_figures
 
 SCENARIO = Scenario(batch=2, prompt=16, generated=10)
 SIZES = {"weight_bytes": 4000.0, "kv_bytes_per_token": 8.0, "params": 1000.0}
@@ -105,6 +110,52 @@ def test_figures_of_a_whole() -> None:
         {"prefill_ms": 11, "decode_ms_per_token": 1.1, "throughput_tokens_per_s": 20 / 22e-3, **SIZES}
     )
     assert spreads(timings()["parent"]) == pytest.approx({"prefill_iqr_ms": 1.0, "decode_iqr_ms": 0.1})
+
+
+def test_the_check_compares_ratios_to_the_parent_round_by_round() -> None:
+    """By hand: the table says 4 of 10 ms; the clock 0.5, 0.5 and 0.82 of the parent's rounds."""
+    layers = [
+        {"layer": i, "subblock": s, "variant": v, "prefill_ms": ms, "decode_ms": ms / 10}
+        for i in range(2)
+        for s in ("attention", "ffn")
+        for v, ms in (("parent", 2.0), ("no_op", 0.0))
+    ]
+    constant = {"layer": -1, "subblock": "model", "variant": "constant", "prefill_ms": 2.0, "decode_ms": 0.2}
+    child = Architecture(("no_op", "parent"), ("no_op", "no_op"))
+    costs = CostModel(pd.DataFrame([*layers, constant]), SCENARIO)
+    times = timings()
+    (row,) = cost_check(costs, {0: child}, {0: times["child"]}, times["parent"])
+    assert row == pytest.approx(
+        {
+            "changes": 3,
+            "prefill_predicted": 0.4,
+            "prefill_measured": 0.5,
+            "decode_predicted": 0.4,
+            "decode_measured": 0.5,
+        }
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 9])
+def test_the_checked_are_changed_and_spread_over_the_front(tmp_path: Path, count: int) -> None:
+    front = [Architecture(("parent",) * 4, ("ffn32",) * n + ("parent",) * (4 - n)) for n in range(5)]
+    rows = [Solution(a, 0.0, {}, "optimal", 0.0, 0.0, "highs").to_json() for a in front]
+    (tmp_path / "solutions").mkdir()
+    (tmp_path / "solutions" / "sweep.json").write_text(json.dumps(rows))
+    found = spread_out(Run(tmp_path, None), count)
+    assert found == {0: [], 1: front[1:2], 2: [front[1], front[4]], 9: front[1:]}[count]
+
+
+def test_sizes_are_counted_from_the_model(any_parent: Path) -> None:
+    """The KV cache by its definition: keys and values of each KV head and layer; tied embeddings once."""
+    model = whole.load(any_parent, "bfloat16", "cpu")
+    stored = {t.data_ptr(): t.numel() for t in model.state_dict().values()}
+    head_dim = Checkpoint(any_parent).shape.head_dim
+    assert sizes(model) == {
+        "params": sum(stored.values()),
+        "weight_bytes": 2 * sum(stored.values()),
+        "kv_bytes_per_token": 2 * 2 * 3 * 2 * head_dim,  # bytes, keys and values, layers, KV heads
+    }
 
 
 def test_the_sample_is_the_greedy_continuation(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
