@@ -255,9 +255,44 @@ def heal(run: RunArgument, quiet: Quiet = False) -> None:
 
 
 @app.command()
-def report(run: RunArgument, quiet: Quiet = False, as_json: AsJson = False) -> None:
-    """Evaluate the child of RUN and write its report."""
-    show_run(_stage(run, "report", quiet), as_json)
+def report(
+    run: RunArgument,
+    compare: Annotated[
+        list[Path] | None, typer.Option("--compare", help="another finished run to overlay; several allowed")
+    ] = None,
+    out_: Annotated[
+        Path | None, typer.Option("--out", "-o", help="where the comparison goes", show_default="RUN/comparison")
+    ] = None,
+    format_: Annotated[str, typer.Option("--format", help="html, or md: print the model card")] = "html",
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate the child of RUN and write its report.
+
+    Example: `puzzle report runs/a --compare runs/b --compare runs/c`
+
+    Example: `puzzle report runs/a --format md > card.md`
+    """
+    if format_ not in ("html", "md"):
+        raise ConfigError(f"--format {format_!r}: html or md is expected")
+    if compare and (format_ == "md" or as_json):
+        raise ConfigError("--compare makes a page; it goes with neither --format md nor --json")
+    if out_ and not compare:
+        raise ConfigError("--out goes with --compare; the report of one run is in RUN/report")
+    from puzzle.reports.build import compare as overlay
+    from puzzle.reports.build import markdown
+
+    others = [Run.open(path) for path in compare or []]
+    opened = _stage(run, "report", quiet)
+    if format_ == "md":
+        print(markdown(opened), end="")
+    elif compare:
+        folder = out_ or run / "comparison"
+        with progress(quiet) as report:
+            overlay([opened, *others], folder, report)
+        out.print(str(folder / "index.html"), highlight=False, soft_wrap=True)
+    else:
+        show_run(opened, as_json)
 
 
 @app.command()

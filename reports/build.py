@@ -9,6 +9,7 @@ import base64
 import gzip
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
@@ -58,7 +59,7 @@ class Drawing:
 
 
 def build(run: Run, progress: Progress = silent) -> None:
-    """Write `RUN/report/`, whole or not at all.
+    """Write `RUN/report/`, whole or not at all, and its model card into the child.
 
     Raises:
         ConfigError: the run has not been evaluated yet, or one of its files is damaged.
@@ -73,6 +74,10 @@ def build(run: Run, progress: Progress = silent) -> None:
         _write_tables(folder, tables(data, front))
         (folder / "summary.json").write_text(json.dumps(summary(data), indent=1, allow_nan=False) + "\n", "utf-8")
         (folder / "index.html").write_text(_page("run.html.j2", _context(data, front, drawn)), "utf-8")
+        (folder / "card.md").write_text(markdown(run), "utf-8")
+    if run.child.is_dir():
+        with atomic(run.child / "README.md") as card:
+            shutil.copyfile(run.path / "report" / "card.md", card)
 
 
 def compare(runs: list[Run], out: Path, progress: Progress = silent) -> None:
@@ -96,13 +101,44 @@ def compare(runs: list[Run], out: Path, progress: Progress = silent) -> None:
 
 
 def markdown(run: Run) -> str:
-    """The result as the text of a model card, in Markdown.
+    """The result as the text of a model card, in Markdown with the hub's metadata in front.
 
     Raises:
         ConfigError: the run has not been evaluated yet, or one of its files is damaged.
     """
     data = read(run)
-    return _environment(autoescape=False).get_template("card.md.j2").render(_text_context(data))
+    context = {**_text_context(data), "metadata": _metadata(data)}
+    return _environment(autoescape=False).get_template("card.md.j2").render(context)
+
+
+def _metadata(data: RunData) -> str:
+    """The YAML by which the hub files a model; name and licence of the parent where they are known."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    folder = Path(data.config.parent)
+    card = folder / "README.md"
+    parent = ModelCard.load(card, ignore_metadata_errors=True).data if card.is_file() else ModelCardData()
+    return ModelCardData(
+        license=parent.get("license"),
+        license_name=parent.get("license_name"),
+        license_link=parent.get("license_link"),
+        language=parent.get("language"),
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["puzzle", "compressed"],
+        base_model=parent.get("base_model") if folder.is_dir() else _hub_name(data.config.parent),
+    ).to_yaml()
+
+
+def _hub_name(parent: str) -> str | None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(parent)
+    except HFValidationError:
+        return None
+    return parent
 
 
 def evaluation_rows(data: RunData, models: tuple[str, ...] = MODELS) -> list[dict[str, Any]]:
@@ -329,6 +365,7 @@ def _environment(autoescape: bool) -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     environment.filters |= {
         name: getattr(words, name) for name in ("number", "size", "count", "percent", "duration", "change")

@@ -123,6 +123,22 @@ def test_stage_commands_status_eval_and_inspect(finished: Path, parent: Path, co
     assert sum(row["kv_bytes_per_token"] for row in layers) == scale * summary["child"]["kv_bytes_per_token"]
 
 
+def test_reports_as_a_card_and_of_several_runs(finished: Path, tmp_path: Path) -> None:
+    card = (finished / "children" / "child" / "README.md").read_text()
+    assert card.startswith("---\n") and "## Architecture" in card
+    assert puzzle("report", finished, "--format", "md").stdout == card
+    other, page = tmp_path / "other", tmp_path / "both" / "index.html"
+    shutil.copytree(finished, other)
+    result = puzzle("report", finished, "--compare", other, "--out", page.parent)
+    assert result.returncode == 0 and result.stdout.strip() == str(page), result.stderr
+    assert "2 runs compared" in page.read_text()
+    for wrong in (["--format", "pdf"], ["--out", tmp_path / "x"], ["--compare", other, "--json"]):
+        result = puzzle("report", finished, *wrong)
+        assert result.returncode == 2 and result.stderr.startswith("error: ") and not result.stdout
+    result = puzzle("report", finished, "--compare", tmp_path / "nowhere")
+    assert result.returncode == 2 and "no run here" in result.stderr
+
+
 def test_search_of_a_run_traces_a_front_and_refines(finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished, run)

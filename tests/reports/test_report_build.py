@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 from report_runs import write_run
 
 from puzzle.errors import PuzzleError
@@ -219,9 +220,27 @@ def test_comparison_overlays_runs_relative_to_their_parents(built, tmp_path):
     assert set(front.series.str.rsplit(": ", n=1).str[0]) == {str(built.path), str(other.path)}
 
 
+def test_the_card_keeps_the_parents_licence_and_goes_into_the_child(tmp_path):
+    parent = tmp_path / "parent"
+    parent.mkdir()
+    (parent / "README.md").write_text("---\nlicense: llama3.1\nlanguage: [en, de]\nother: 1\n---\n# Text\n")
+    run = write_run(tmp_path / "run", parent=str(parent))
+    run.child.mkdir(parents=True)
+    build(run)
+    card = (run.child / "README.md").read_text()
+    assert card == (run.path / "report" / "card.md").read_text() == markdown(run)
+    found = yaml.safe_load(card.split("---")[1])
+    assert (found["license"], found["language"]) == ("llama3.1", ["en", "de"])
+    assert "base_model" not in found
+
+
 def test_model_card(built):
     card = markdown(built)
-    assert card.startswith("# toy-llama, compressed by Puzzle\n")
+    metadata, text = re.fullmatch("---\n(.*?)\n---\n\n(.*)", card, re.DOTALL).groups()
+    assert text.startswith("# toy-llama, compressed by Puzzle\n")
+    assert yaml.safe_load(metadata)["pipeline_tag"] == "text-generation"
+    assert yaml.safe_load(metadata)["base_model"] == "models/toy-llama"  # no such folder: a name on the hub
+    assert "- Target: " in text and "16,384 tokens to train with" in text
     rows = [line for line in card.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 10 and {row.count("|") for row in rows} == {5}
     assert "| Perplexity | 17.31 ± 0.21 | 24.92 ± 0.34 | 20.05 ± 0.26 |" in rows
