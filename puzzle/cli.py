@@ -7,6 +7,7 @@ Imports of torch, pydantic and the rooms are inside the functions: `--help` and 
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -310,6 +311,23 @@ def status(run: RunArgument, as_json: AsJson = False) -> None:
         peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}"
         table.add_row(row["stage"], row["state"], row["why"], seconds, peak)
     out.print(table)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Show what Puzzle finds here: packages, devices, solvers, disk; exit code 1 where it lacks something it needs."""
+    from puzzle.doctor import examine
+
+    findings = examine(Path.cwd())
+    if as_json:
+        out.print_json(json.dumps([asdict(f) for f in findings]))
+    else:
+        table = Table(show_header=False, box=None)
+        for f in findings:
+            table.add_row(_escape(f.what), f.state, _escape(f.detail))
+        out.print(table)
+    if any(f.state == "missing" for f in findings):
+        raise typer.Exit(1)
 
 
 @app.command("eval")
