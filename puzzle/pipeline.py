@@ -19,7 +19,7 @@ from puzzle.child.assemble import assemble
 from puzzle.config import RunConfig
 from puzzle.costs import COST_COLUMNS, MODEL, CostModel, Solution, measure
 from puzzle.devices import resolve_device, resolve_dtype, set_threads
-from puzzle.errors import UnsupportedError
+from puzzle.errors import InfeasibleError, UnsupportedError
 from puzzle.healing.gkd import heal
 from puzzle.library import build as library
 from puzzle.modeling import DeciLMConfig
@@ -126,7 +126,10 @@ def search(run: Run, progress: Progress) -> None:
 
 
 def refine_choice(run: Run, progress: Progress) -> None:
-    """Better the chosen architecture by scores in its own context; rounds are kept, and continued after a kill."""
+    """Better the chosen architecture by scores in its own context; rounds are kept, and continued after a kill.
+
+    What greedy choices give is another start: where the child is far from its parent, it can be the better one.
+    """
     config, options = run.config, run.config.search
     start = Solution.from_json(read_json(run.path / "solutions" / "additive.json"))
     solution, rounds_file = start, run.path / "solutions" / "rounds.json"
@@ -144,7 +147,7 @@ def refine_choice(run: Run, progress: Progress) -> None:
             cost_table(run),
             config.targets,
             config.workload,
-            start.architecture,
+            [start.architecture, *_greedy(run)],
             around,
             radii=options.radii,
             rounds=options.refine,
@@ -156,6 +159,15 @@ def refine_choice(run: Run, progress: Progress) -> None:
     else:
         rounds_file.unlink(missing_ok=True)
     write_json(run.path / "solutions" / f"{config.name}.json", solution.to_json())
+
+
+def _greedy(run: Run) -> list[Architecture]:
+    try:
+        return [
+            baselines.greedy(score_table(run), cost_table(run), run.config.targets, run.config.workload).architecture
+        ]
+    except InfeasibleError:  # it can miss targets that the program meets
+        return []
 
 
 def compare(run: Run, progress: Progress) -> None:
@@ -250,7 +262,7 @@ STAGES: dict[str, Stage] = {
         Stage(
             "refine",
             refine_choice,
-            1,
+            2,
             reads=("name",),
             after=("search",),
             writes=("solutions/{name}.json",),

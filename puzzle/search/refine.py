@@ -86,7 +86,7 @@ def refine(
     costs: pd.DataFrame,
     targets: Targets,
     scenario: Scenario,
-    start: Architecture,
+    starts: Sequence[Architecture],
     scorer: Scorer,
     *,
     radii: Sequence[int] = (4, 8, 16),
@@ -103,7 +103,8 @@ def refine(
         costs: see `puzzle.search.tables`.
         targets: as in `puzzle.search.solve`.
         scenario: the workload of `costs`.
-        start: an architecture that meets the targets, such as the optimum of the additive scores.
+        starts: architectures that meet the targets, such as the optimum of the additive scores. The one with the lowest
+            true score is where it begins: the further the child is from the parent, the less the sums can tell.
         scorer: judges children, always on the same tokens.
         radii: the numbers of changes to try. Where none lowers the true score, their halves down to 1 are tried.
         rounds: how many at most after round 0; default: no limit.
@@ -114,11 +115,13 @@ def refine(
         solver: `"highs"` or `"cbc"`.
 
     Raises:
-        InfeasibleError: `start` misses a target.
+        InfeasibleError: a start misses a target.
         PuzzleError: a score is no finite number.
-        ConfigError: a table, a target or an option is wrong.
+        ConfigError: a table, a target or an option is wrong, or there is no start.
     """
     targets = list(targets)
+    if not starts:
+        raise ConfigError("refine: there is no architecture to start from")
     if not radii or min(radii) < 1:
         raise ConfigError(f"refine: radii={tuple(radii)} are numbers of changes, at least 1")
     if rounds is not None and rounds < 0:
@@ -131,7 +134,7 @@ def refine(
             on_round(new)
 
     if not done:
-        keep(_round_zero(costs, targets, scenario, start, scorer))
+        keep(_round_zero(costs, targets, scenario, starts, scorer))
     while not _finished(done, rounds, min_gain, time_limit):
         began = time.perf_counter()
         child = done[-1].solution
@@ -152,18 +155,22 @@ def _round_zero(
     costs: pd.DataFrame,
     targets: Targets,
     scenario: Scenario,
-    start: Architecture,
+    starts: Sequence[Architecture],
     scorer: Scorer,
 ) -> Round:
     began = time.perf_counter()
-    problem = read(pd.DataFrame(columns=[*KEY, "score"]), costs, start)
-    limits = problem.limits(targets, scenario)
-    chosen = problem.index(start)
-    missed = [limit for limit in limits if not limit.met(limit.load(chosen))]
-    if missed:
-        at = missed[0].describe(missed[0].load(chosen))
-        raise InfeasibleError(f"refine: the start misses {missed[0].text} (it has {at})")
-    score = _true(scorer, start)
+    ready = []
+    for start in dict.fromkeys(starts):
+        problem = read(pd.DataFrame(columns=[*KEY, "score"]), costs, start)
+        limits, chosen = problem.limits(targets, scenario), problem.index(start)
+        missed = [limit for limit in limits if not limit.met(limit.load(chosen))]
+        if missed:
+            at = missed[0].describe(missed[0].load(chosen))
+            raise InfeasibleError(f"refine: a start misses {missed[0].text} (it has {at})")
+        ready.append((start, problem, limits))
+    scores = [_true(scorer, start) for start, _, _ in ready]
+    score = min(scores)
+    start, problem, limits = ready[scores.index(score)]
     seconds = time.perf_counter() - began
     return Round(0, (), _solution(problem, limits, start, score, seconds), 0.0, seconds)
 

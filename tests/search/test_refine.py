@@ -49,7 +49,8 @@ class Whole:
         return solve(self.estimates(Architecture.parent(self.scores.layer.max() + 1)), self.costs, TARGETS, SCENARIO)
 
     def refine(self, start, **options):
-        return refine(self.costs, TARGETS, SCENARIO, start, self, **options)
+        starts = [start] if isinstance(start, Architecture) else start
+        return refine(self.costs, TARGETS, SCENARIO, starts, self, **options)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -100,6 +101,18 @@ def test_the_end_has_no_better_single_change():
     allowed = lambda a: a.distance(end.architecture) <= 1  # noqa: E731
     near = [a for _, a in exhaustive(model.scores, model.costs, TARGETS, allowed=allowed)]
     assert len(near) > 1 and min(map(model.true_score, near)) >= end.score - 1e-12
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_it_begins_at_the_truly_best_start(order):
+    model = Whole(1, layers=12)
+    additive, refined = model.additive().architecture, model.refine(model.additive().architecture)[-1].solution
+    rounds = model.refine([additive, refined.architecture, additive][::order])
+    assert (rounds[0].solution.architecture, rounds[0].solution.score) == (refined.architecture, refined.score)
+    with pytest.raises(InfeasibleError, match="a start misses"):
+        model.refine([additive, Architecture.parent(12)])
+    with pytest.raises(ConfigError, match="no architecture to start from"):
+        model.refine([])
 
 
 def test_additive_scores_are_already_at_their_optimum():
@@ -166,7 +179,7 @@ def test_candidates_without_a_score_are_not_considered():
 
 def test_a_start_that_misses_a_target_is_refused():
     model = Whole(0, layers=3)
-    with pytest.raises(InfeasibleError, match=r"the start misses decode<=0.65x \(it has 1x\)"):
+    with pytest.raises(InfeasibleError, match=r"a start misses decode<=0.65x \(it has 1x\)"):
         model.refine(Architecture.parent(3))
 
 
