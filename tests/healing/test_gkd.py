@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Healing of a tiny child: against a loop written by hand, broken and resumed, with bad luck, and in two processes."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from healing_runs import BATCH, CONFIG, POINTS, SEQ, Stop, curve, run, same_files, stop_at, weights
 from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
@@ -18,30 +18,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, ge
 from puzzle.config import HealingConfig
 from puzzle.errors import ConfigError, UnsupportedError
 from puzzle.healing import trainer
-from puzzle.healing.gkd import heal
-
-BATCH, SEQ = 4, 16
-CONFIG = HealingConfig(tokens=30 * BATCH * SEQ, batch_tokens=BATCH * SEQ, learning_rate=1e-2, warmup=0.1)
-POINTS = [0, 8, 15, 23, 30]  # CONFIG's 30 steps judged 4 times, and before the first
-
-
-def run(models, tokens, root: Path, config: HealingConfig = CONFIG, child: str = "child", **changes) -> Path:
-    settings = {"seed": 0, "compute_dtype": "float32", "device": "cpu", "state": root / "state", **changes}
-    heal(models["parent"], models[child], root / "out", tokens["training"], tokens["held_out"], config, **settings)
-    return root / "out"
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
-
-
-def curve(root: Path) -> list[dict]:
-    return json.loads((root / "state" / "curve.json").read_text())
-
-
-def same_files(one: Path, two: Path) -> bool:
-    files = [{p.relative_to(f): p.read_bytes() for p in f.rglob("*") if p.is_file()} for f in (one, two)]
-    return files[0] == files[1]
 
 
 def held_out_losses(parent: Path, child: Path, ids: torch.Tensor) -> tuple[float, float]:
@@ -146,18 +122,6 @@ def test_accumulation_and_checkpointing_change_only_rounding(models, tokens, tmp
     saving = CONFIG.model_copy(update={"gradient_accumulation": 2, "gradient_checkpointing": True})
     for name, value in weights(run(models, tokens, tmp_path / "saving", saving)).items():
         torch.testing.assert_close(value, plain[name], rtol=0, atol=1e-4)
-
-
-class Stop(Exception):
-    pass
-
-
-def stop_at(step: int):
-    def progress(what: str, done: int, total: int) -> None:
-        if done == step:
-            raise Stop
-
-    return progress
 
 
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
