@@ -16,6 +16,9 @@ from puzzle.errors import ConfigError, did_you_mean, reason
 
 RESERVED_NAMES = ("additive", "sweep", "rounds", "front", "baselines")  # files in RUN/solutions beside the child's
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Tracker = Literal["tensorboard", "wandb", "trackio"]
+# Keys newer than the first run directories: what they do at their default is what those runs did.
+_LATER = {"healing": ("patience",)}
 
 
 class Section(BaseModel):
@@ -45,6 +48,11 @@ def _target(text: str) -> str:
     except ConfigError as error:  # as pydantic wants it, which knows the place
         raise ValueError(str(error)) from None
     return text
+
+
+def _names(value: Any) -> Any:
+    """One name as a list of it."""
+    return [value] if isinstance(value, str) else value
 
 
 def _child_name(name: str) -> str:
@@ -177,6 +185,12 @@ class HealingConfig(Section):
     gradient_accumulation: int = Field(1, gt=0, description="parts a step is cut into, to save memory")
     gradient_checkpointing: bool = Field(False, description="compute activations again for the backward pass, likewise")
     evaluations: int = Field(4, gt=0, description="points of the held-out curve; a checkpoint is saved at each")
+    patience: int | None = Field(
+        None, gt=0, description="stop after so many evaluations without a better held-out KL; default: never"
+    )
+    report_to: Annotated[list[Tracker], BeforeValidator(_names, json_schema_input_type=Tracker | list[Tracker])] = (
+        Field([], description="trackers that get the curve: tensorboard (in RUN/healing), wandb, trackio")
+    )
 
 
 class MachineConfig(Section):
@@ -228,7 +242,16 @@ class RunConfig(Section):
         return Scenario(s.batch, s.prompt, s.generated, dtype, self.device)
 
     def recipe(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", exclude={"machine"})
+        """What the result depends on."""
+        return self.model_dump(mode="json", exclude={"machine": True, "healing": {"report_to"}})
+
+    def identity(self) -> dict[str, Any]:
+        """The recipe as fingerprints see it: a key that an older run does not know counts once it is set."""
+        found = self.recipe()
+        for section, keys in _LATER.items():
+            defaults = type(getattr(self, section))().model_dump(mode="json")
+            found[section] = {k: v for k, v in found[section].items() if k not in keys or v != defaults[k]}
+        return found
 
 
 Model = TypeVar("Model", bound=Section)

@@ -20,6 +20,7 @@ from puzzle.config import RunConfig
 from puzzle.costs import COST_COLUMNS, MODEL, CostModel, Solution, measure
 from puzzle.devices import resolve_device, resolve_dtype, set_threads
 from puzzle.errors import InfeasibleError, UnsupportedError
+from puzzle.healing import trainer
 from puzzle.healing.gkd import heal
 from puzzle.library import build as library
 from puzzle.modeling import DeciLMConfig
@@ -41,11 +42,12 @@ def resolve(config: RunConfig) -> RunConfig:
     """Fill in what `auto` means here, and check what can be checked without work.
 
     Raises:
-        ConfigError, UnsupportedError: the parent, the search space or the device cannot be used.
+        ConfigError, UnsupportedError: the parent, the search space, the device or a part of healing cannot be used.
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.compute_dtype, device)
     expand(config.search_space, open_parent(config).shape)
+    trainer.check(config.healing)
     return config.model_copy(update={"device": device, "compute_dtype": dtype})
 
 

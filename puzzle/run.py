@@ -206,7 +206,7 @@ class Run:
 
     def expected(self, stage: Stage, stages: dict[str, Stage], parent: str) -> dict[str, str]:
         """The hashes this stage depends on: its config fields, the parent's weights, the stages before it."""
-        recipe = self.config.recipe()
+        recipe = self.config.identity()
         inputs = {f"config.{field}": fingerprint(recipe[field]) for field in stage.reads}
         inputs["parent"] = parent
         inputs["version"] = str(stage.version)

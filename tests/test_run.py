@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from puzzle.architecture import fingerprint
 from puzzle.config import RunConfig, validate
 from puzzle.errors import ConfigError, OutputError, PuzzleError
 from puzzle.run import Run, Stage, atomic, cache_folder, disk_error, read_json, silent, write_json
@@ -347,6 +348,17 @@ def test_a_change_makes_exactly_the_stages_stale_that_depend_on_it(
         changed.execute(STAGES[name], STAGES, "weights", silent)
     assert stale(changed) == {}
     assert list(stale(Run.create(run.path, config(), update=True))) == expected  # and back again
+
+
+def test_a_key_that_older_runs_do_not_know_makes_nothing_stale_until_it_is_set(tmp_path: Path) -> None:
+    run = finished(tmp_path)
+    older = run.config.healing.model_dump(mode="json", exclude={"patience", "report_to"})
+    manifest = run.manifest
+    manifest["stages"]["heal"]["inputs"]["config.healing"] = fingerprint(older)
+    write_json(run.path / "manifest.json", manifest)
+    assert stale(run) == {}
+    assert stale(Run.create(run.path, config(healing={"report_to": ["wandb"]}))) == {}
+    assert list(stale(Run.create(run.path, config(healing={"patience": 2}), update=True))) == ["heal"]
 
 
 def test_other_weights_and_other_code_make_stages_stale(tmp_path: Path) -> None:

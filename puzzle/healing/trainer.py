@@ -30,6 +30,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.integrations import TensorBoardCallback, get_available_reporting_integrations
 from transformers.trainer_callback import DefaultFlowCallback
 
 from puzzle.architecture import fingerprint
@@ -41,7 +42,20 @@ from puzzle.run import Progress, write_json
 
 logger = logging.getLogger("puzzle.healing")
 JUDGING = HealingConfig(kl_weight=1, cosine_weight=0, lm_weight=1, temperature=1)  # the terms of an evaluation
+LOGGED = 100  # points of the training loss that a tracker gets, about
 MARK = "complete.json"  # written last into a checkpoint
+
+
+def check(config: HealingConfig) -> None:
+    """Find what can be wrong with a config alone, before anything is computed.
+
+    Raises:
+        ConfigError: no loss has a weight, or a package is missing.
+    """
+    if not (config.kl_weight or config.cosine_weight or config.lm_weight):
+        raise ConfigError("healing: kl_weight, cosine_weight and lm_weight are all 0; at least one must be above")
+    if missing := sorted(set(config.report_to) - set(get_available_reporting_integrations())):
+        raise ConfigError(f"healing.report_to: {missing[0]} is not installed; pip install {missing[0]}")
 
 
 @dataclass(frozen=True)
@@ -65,8 +79,7 @@ class Job:
             if tokens.ndim != 2 or not tokens.numel():
                 raise ConfigError(f"healing needs {name} tokens as [sequences, seq], not {list(tokens.shape)}")
         config, where = self.config, torch.device(self.device)
-        if not (config.kl_weight or config.cosine_weight or config.lm_weight):
-            raise ConfigError("healing: kl_weight, cosine_weight and lm_weight are all 0; at least one must be above")
+        check(config)
         if self.batch % self.parts:
             raise ConfigError(
                 f"healing: a step has {self.batch} sequences (batch_tokens {config.batch_tokens}), which "
@@ -137,7 +150,7 @@ class Job:
         files = sorted(self.child.glob("*.safetensors"))
         return fingerprint(
             {
-                "config": self.config.model_dump(mode="json"),
+                "config": self.config.model_dump(mode="json", exclude={"report_to"}),
                 "models": [Checkpoint(path).fingerprint for path in (self.parent, self.child)],
                 "written": [file.stat().st_mtime_ns for file in files],  # that hash looks into parts of the files only
                 "data": [
@@ -174,7 +187,7 @@ def training_arguments(job: Job, resuming: bool) -> TrainingArguments:
         greater_is_better=False,
         logging_nan_inf_filter=False,
         disable_tqdm=True,
-        report_to="none",
+        report_to=list(config.report_to) or "none",
         remove_unused_columns=False,
         ddp_find_unused_parameters=not (config.kl_weight or config.lm_weight),  # an untied head, without these
         dataloader_pin_memory=kind == "cuda",
@@ -200,6 +213,11 @@ class _Sequences(Dataset):
         return {"input_ids": self.tokens[i % len(self.tokens)]}
 
 
+def curve(state: TrainerState) -> list[dict[str, float]]:
+    """The log's entries of evaluations."""
+    return [entry for entry in state.log_history if "eval_kl" in entry]
+
+
 class _Flow(TrainerCallback):
     """When to judge, save and stop; in place of Trainer's own, which knows only fixed intervals."""
 
@@ -209,10 +227,28 @@ class _Flow(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        self.job.progress("healing", state.global_step, self.job.steps)
-        control.should_evaluate = control.should_save = state.global_step in self.job.points
-        control.should_training_stop = state.global_step >= self.job.steps
+        step, job = state.global_step, self.job
+        job.progress("healing", step, job.steps)
+        control.should_evaluate = control.should_save = step in job.points
+        control.should_log = bool(job.config.report_to) and step % max(1, job.steps // LOGGED) == 0
+        control.should_training_stop = step >= job.steps or self._hopeless(state)
         return control
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        control.should_training_stop |= self._hopeless(state)
+        return control
+
+    def _hopeless(self, state: TrainerState) -> bool:
+        """Whether `patience` is at its end. transformers' EarlyStoppingCallback counts the unhealed child as a miss.
+
+        Read off the curve, which checkpoints carry: killed between the last one and its end, healing makes one step
+        more, which nobody judges, and stops.
+        """
+        kls = [point["eval_kl"] for point in curve(state)]
+        patience = self.job.config.patience
+        return patience is not None and bool(kls) and len(kls) - 1 - kls.index(min(kls)) >= patience
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
@@ -236,6 +272,11 @@ class Healer(Trainer):
         super().__init__(model=child, args=args, train_dataset=self.sequences, callbacks=[_Flow(job)])
         self.pop_callback(DefaultFlowCallback)
         self.pop_callback(PrinterCallback)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(
+                callback, TensorBoardCallback
+            ):  # by default it writes among the checkpoints, which are removed
+                callback.logging_dir = callback.logging_dir or str(job.state / "tensorboard")
         self.sums: dict[str, Tensor] = {}
         self.summed = 0
 
@@ -277,11 +318,11 @@ class Healer(Trainer):
         means = {f"train_{k}": self.accelerator.reduce(v / self.summed, "mean").item() for k, v in self.sums.items()}
         self.sums, self.summed = {}, 0
         tokens = step * self.job.batch * self.job.training.shape[1]
-        self.log({"step": step, "tokens": tokens, "kl": kl, "lm_loss": lm, **means})
+        self.log({"step": step, "tokens": tokens, "eval_kl": kl, "eval_lm_loss": lm, **means})  # as trackers know them
         logger.info("step %d, %d tokens: held-out KL %.5f, next-token loss %.5f", step, tokens, kl, lm)
         if self.is_world_process_zero():
-            history = [entry for entry in self.state.log_history if "kl" in entry]
-            write_json(self.job.state / "curve.json", [{k: v for k, v in e.items() if k != "epoch"} for e in history])
+            points = [{k.removeprefix("eval_"): v for k, v in e.items() if k != "epoch"} for e in curve(self.state)]
+            write_json(self.job.state / "curve.json", points)
 
 
 def _states(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, ...]:
