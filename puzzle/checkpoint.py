@@ -7,7 +7,8 @@ Weights stay in the memory-mapped files until a layer is asked for.
 import copy
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from puzzle.architecture import (
     AttentionConfig,
@@ -29,6 +30,7 @@ from puzzle.architecture import (
 )
 from puzzle.errors import ConfigError, PuzzleError, UnsupportedError, reason
 from puzzle.families import LLAMA, family_of
+from puzzle.families.base import Family
 from puzzle.modeling import DeciLMConfig, DeciLMDecoderLayer, DeciLMForCausalLM
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -54,6 +56,37 @@ def find(name: str) -> Path:
         raise ConfigError(f"{name}: no such folder, and the hub does not give it ({reason(error)})") from None
 
 
+@contextmanager
+def config_errors(path: Path) -> Iterator[None]:
+    """Turn what a config without sense raises into one sentence; transformers and torch have many classes for that."""
+    try:
+        yield
+    except PuzzleError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{path / 'config.json'}: no model can be made from it ({reason(error)})") from None
+
+
+def read_config(path: Path) -> tuple[Family, PretrainedConfig]:
+    """The family and config of a checkpoint's folder, which needs no weights for that.
+
+    Raises:
+        ConfigError: there is no config, or no model can be made from it.
+        UnsupportedError: the model is of a family that Puzzle does not handle.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{path}: not a checkpoint (it has no config.json)")
+    with config_errors(path):
+        kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+        child = kind == DeciLMConfig.model_type
+        family = LLAMA if child else family_of(kind, path)
+        config = (DeciLMConfig if child else AutoConfig).from_pretrained(path)
+        if complaint := family.refuses(config):
+            raise UnsupportedError(f"{path}: {complaint}")
+    return family, config
+
+
 class Checkpoint:
     """A parent or child on disk.
 
@@ -64,22 +97,10 @@ class Checkpoint:
 
     def __init__(self, path: Path):
         self.path = path
-        file = path / "config.json"
-        if not file.is_file():
-            raise ConfigError(f"{path}: not a checkpoint (it has no config.json)")
-        try:
-            kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
-            child = kind == DeciLMConfig.model_type
-            self.family = LLAMA if child else family_of(kind, path)
-            self.config = (DeciLMConfig if child else AutoConfig).from_pretrained(path)
-            if complaint := self.family.refuses(self.config):
-                raise UnsupportedError(f"{path}: {complaint}")
+        self.family, self.config = read_config(path)
+        with config_errors(path):
             self.shape: ModelShape = self.family.shape(self.config)
             wanted = self._shapes()
-        except PuzzleError:
-            raise
-        except Exception as error:  # transformers and torch have many classes for numbers that make no model
-            raise ConfigError(f"{file}: no model can be made from it ({reason(error)})") from None
         self._files = self._locate()
         self._check(wanted)
         self._keep(wanted)
