@@ -15,8 +15,8 @@ import typer
 from rich.table import Table
 
 from puzzle import __version__, search_spaces
-from puzzle.display import err, out, progress, show_front, show_run, show_solution, show_solutions
-from puzzle.errors import ConfigError, PuzzleError
+from puzzle.display import err, out, progress, show_front, show_plan, show_run, show_solution, show_solutions
+from puzzle.errors import ConfigError, InfeasibleError, PuzzleError
 from puzzle.run import Run, disk_error
 
 if TYPE_CHECKING:
@@ -182,6 +182,44 @@ def _put(data: dict[str, Any], settings: dict[str, Any]) -> None:
             if not isinstance(section, dict):
                 raise ConfigError(f"{key}: {name!r} is not a section of the config")
         section[last] = value
+
+
+@app.command()
+def plan(
+    parent: Annotated[
+        str | None,
+        typer.Argument(help="a folder with a config.json, a hub name, or such as Llama-3.1-8B", show_default=False),
+    ] = None,
+    search_space: Annotated[
+        str | None, typer.Option("--search-space", "-s", help="a preset's name or a YAML file")
+    ] = None,
+    target: Annotated[list[str] | None, typer.Option("--target", "-t", help="may be given several times")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="A100-80GB, H100-SXM, H200, L40S, RTX-4090, EPYC-2-cores, or your own"),
+    ] = None,
+    devices: Annotated[Path | None, typer.Option("--devices", help="a YAML file with devices of your own")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="a YAML file with everything")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="any key of the config: healing.tokens=65536")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what `puzzle compress` would need and whether it can reach its targets, without weights and without running.
+
+    Latencies are the best that the device's peak and bandwidth allow. The plan is printed whole where the targets are
+    out of reach too; the exit code is then 3, as that of `puzzle compress` would be.
+
+    Example: `puzzle plan Llama-3.1-8B --search-space gpu-default --target "throughput>=1.5x" --device H100-SXM`
+    """
+    settings = compose(config, {"parent": parent, "search_space": search_space, "targets": target or None}, set_ or [])
+    from puzzle import planning
+    from puzzle.plan import devices as table
+    from puzzle.plan import parents
+
+    chosen = table.named(device or table.DEFAULT, devices)
+    found = planning.plan(settings, parents.read(settings.parent), chosen)
+    show_plan(found.to_json(), as_json)
+    if found.infeasible:
+        raise InfeasibleError(found.infeasible)
 
 
 @app.command()

@@ -254,6 +254,30 @@ class RunConfig(Section):
         return found
 
 
+class DeviceConfig(Section):
+    """A device of the table that `puzzle plan` uses."""
+
+    kind: Literal["cuda", "cpu"]
+    flops: dict[Literal["float64", "float32", "bfloat16", "float16"], Annotated[float, Field(gt=0)]] = Field(
+        description="peak FLOP/s by dtype; float32 and float64 at least"
+    )
+    bandwidth: float = Field(gt=0, description="bytes/s between memory and processor")
+    memory: float = Field(gt=0, description="bytes")
+    compute_efficiency: float = Field(0.4, gt=0, le=1, description="share of the peak that whole layers reach")
+    memory_efficiency: float = Field(
+        0.6, gt=0, le=1, description="share of the bandwidth that elementwise work reaches"
+    )
+    call_us: float = Field(150.0, ge=0, description="microseconds to start one subblock")
+    source: str = Field("", description="where the figures come from")
+
+    @model_validator(mode="after")
+    def _peaks(self) -> "DeviceConfig":
+        missing = [dtype for dtype in ("float32", "float64") if dtype not in self.flops]
+        if missing:
+            raise ValueError(f"flops lacks {missing[0]}, which every run computes in")
+        return self
+
+
 Model = TypeVar("Model", bound=Section)
 
 

@@ -163,3 +163,71 @@ def show_front(front: "ParetoFront", as_json: bool) -> None:
         row = f"{value:,.6g}", f"{solution.score:.6g}", changes, f"{solution.gap:.2g}", f"{solution.seconds:.2f}"
         table.add_row(*row)
     out.print(table)
+
+
+def show_plan(plan: dict[str, Any], as_json: bool) -> None:
+    """What `puzzle.planning.Plan.to_json` says, for people."""
+    if as_json:
+        out.print_json(json.dumps(plan))
+        return
+    space, device, scenario = plan["search_space"], plan["device"], plan["scenario"]
+    out.print(
+        f"{plan['parent']['name']} on {device['name']}: {space['variants']:,} variants, "
+        f"10^{space['log10_architectures']:.1f} architectures",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table("stage", "tokens", "disk", "peak memory", "FLOPs", "device time")
+    for row in plan["stages"]:
+        table.add_row(row["stage"], *_needs(row, f"{row['tokens']:,}" if row["tokens"] else ""))
+    table.add_section()
+    total = plan["total"]
+    table.add_row("all", *_needs(total, ""))
+    out.print(table)
+    if total["temporary_bytes"]:
+        out.print(
+            f"checkpoints while healing: {_bytes(total['temporary_bytes'])} of disk more",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if not total["fits"]:
+        there = _bytes(device["memory"])
+        out.print(
+            f"the memory marked ! is more than the {there} of one {device['name']}", highlight=False, soft_wrap=True
+        )
+    for name in ("parent", "child"):
+        costs = plan[name]["costs"]
+        out.print(
+            f"{name}: {costs['params'] / 1e6:,.0f} M parameters, at best prefill {costs['prefill_ms']:.4g} ms, "
+            f"decode {costs['decode_ms']:.4g} ms, {costs['throughput_tokens_per_s']:.4g} tokens/s "
+            f"(batch {scenario['batch']}, {scenario['prompt']} + {scenario['generated']} tokens, {scenario['dtype']})",
+            highlight=False,
+            soft_wrap=True,
+        )
+    for target in plan["targets"]:
+        verdict = "within reach" if target["reachable"] else "out of reach"
+        span = f"{target['parent']} to {target['best']}"
+        out.print(f"{target['target']}: {verdict} (parent to best: {span})", highlight=False, soft_wrap=True)
+
+
+def _needs(row: dict[str, Any], tokens: str) -> tuple[str, ...]:
+    mark = "" if row["fits"] else " !"
+    peak = _bytes(row["peak_bytes"]) + mark if row["peak_bytes"] else ""
+    disk = _bytes(row["disk_bytes"]) if row["disk_bytes"] else ""
+    flops = f"{row['flops']:.2e}" if row["flops"] else ""
+    return tokens, disk, peak, flops, _duration(row["seconds"]) if row["seconds"] else ""
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:,.0f} h"
+
+
+def _bytes(number: float) -> str:
+    """Three digits and a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:,.3g} TB"

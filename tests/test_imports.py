@@ -19,8 +19,8 @@ FLOORS = {
         *("families/", "variants/", "modeling", "registration", "checkpoint", "depth", "block_library"),
         *("data", "corpus", "devices", "evaluate", "parents", "tiny"),
     ),
-    2: ("library/", "scoring/", "search/", "child/", "healing/", "reports/"),
-    3: ("cli", "display", "pipeline", "demos", "doctor", "__main__"),
+    2: ("library/", "scoring/", "search/", "child/", "healing/", "plan/", "reports/"),
+    3: ("cli", "display", "pipeline", "planning", "demos", "doctor", "__main__"),
 }
 FLOOR = {room.rstrip("/"): floor for floor, rooms in FLOORS.items() for room in rooms}
 SHARED_FLOORS = (0, 1, 3)  # files of these may use their neighbours; only the rooms of floor 2 must not
